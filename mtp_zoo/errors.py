@@ -1,0 +1,170 @@
+"""Every error that `mtp_zoo` raises on purpose.
+
+One class a condition. The command line maps every `MTPZooError` to exit code 2 and prints `str(error)`.
+
+    MTPZooError
+    ├── RegistryError
+    │   ├── UnknownFamilyError            no family of that name
+    │   ├── DuplicateFamilyError          two families claim one name or one model_type
+    │   ├── FamilyDefinitionError         a family's own rules or spec do not add up
+    │   └── UnresolvedFamilyError         no registered family fits the checkpoint, or its tensors contradict its config
+    ├── CheckpointError
+    │   ├── SourceNotFoundError           no such directory, cache tree or cached repository, or no weights in it
+    │   ├── BrokenCheckpointError         the index and the shards disagree, or a shard can't be read; holds .faults
+    │   ├── UnsafeCheckpointError         pickle, a path that leaves the directory, an unbounded header
+    │   ├── ModelConfigError              config.json is missing, unreadable or holds a value of the wrong kind
+    │   └── UnsupportedQuantizationError  the head is stored in a scheme that can't be trained
+    ├── HeadError
+    │   ├── HeadNotFoundError             the checkpoint holds no head
+    │   ├── HeadCountError                config and tensors disagree on the number of depths
+    │   ├── HeadMismatchError             missing, unexpected or misshapen tensors; holds .problems
+    │   ├── SharedTensorError             embedding, lm_head or final norm can't be had
+    │   └── NotAttachedError              the head was run without the target's embedding and lm_head
+    ├── BatchError                        a TokenBatch that breaks the mask contract
+    ├── ObjectiveError                    an objective that can't be computed as asked
+    ├── AcceptanceError                   prompts or settings the draft/verify loop can't run
+    ├── DataError
+    │   ├── EmptyDatasetError             no rows, or nothing in them to learn
+    │   └── ChatTemplateError             messages were given and the tokenizer can't say which tokens the assistant wrote
+    ├── SettingsError                     a training configuration that does not validate
+    ├── ResumeError                       a training checkpoint that can't be continued
+    └── ExportError
+        ├── OutputExistsError             the output path is taken
+        └── VerificationError             what was written is not what was meant; nothing was published
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MTPZooError(Exception):
+    """Base of the tree.
+
+    Args:
+        message: the act, the thing, what was expected and what was found.
+        remedy: what the reader can do about it; one sentence in the imperative.
+        problems: when several things are wrong with one plan, all of them; printed one a line.
+    """
+
+    def __init__(self, message: str, *, remedy: str, problems: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        lines = [self.message, *(f"  - {problem}" for problem in self.problems), f"Remedy: {self.remedy}"]
+        return "\n".join(lines)
+
+
+class RegistryError(MTPZooError):
+    """Something about the table of families."""
+
+
+class UnknownFamilyError(RegistryError):
+    """No family of that name is registered."""
+
+
+class DuplicateFamilyError(RegistryError):
+    """Two families claim one name or one model_type."""
+
+
+class FamilyDefinitionError(RegistryError):
+    """A family's rules and its module do not add up; the author of the family must mend it."""
+
+
+class UnresolvedFamilyError(RegistryError):
+    """No registered family fits the checkpoint, or its tensors contradict its config."""
+
+
+class CheckpointError(MTPZooError):
+    """Something about the files of a checkpoint."""
+
+
+class SourceNotFoundError(CheckpointError):
+    """There is nothing to read at the given place."""
+
+
+class BrokenCheckpointError(CheckpointError):
+    """The index and the shards disagree, or a shard can't be read."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """Reading would run code or leave the checkpoint's directory."""
+
+
+class ModelConfigError(CheckpointError):
+    """config.json is missing, unreadable or holds a value of the wrong kind."""
+
+
+class UnsupportedQuantizationError(CheckpointError):
+    """The head is stored in a scheme that can't be trained."""
+
+
+class HeadError(MTPZooError):
+    """Something about the head that a checkpoint holds."""
+
+
+class HeadNotFoundError(HeadError):
+    """The checkpoint holds no head."""
+
+
+class HeadCountError(HeadError):
+    """config.json and the tensors disagree on the number of depths."""
+
+
+class HeadMismatchError(HeadError):
+    """The head's tensors are not the ones that the family's key map asks for."""
+
+
+class SharedTensorError(HeadError):
+    """The target's embedding, lm_head or final norm can't be had."""
+
+
+class NotAttachedError(HeadError):
+    """The head was run before it was given the target's embedding and lm_head."""
+
+
+class BatchError(MTPZooError):
+    """A token batch that breaks the mask contract."""
+
+
+class ObjectiveError(MTPZooError):
+    """An objective that can't be computed as asked."""
+
+
+class AcceptanceError(MTPZooError):
+    """Prompts or settings that the draft/verify loop can't run."""
+
+
+class DataError(MTPZooError):
+    """Training or evaluation data that can't be used."""
+
+
+class EmptyDatasetError(DataError):
+    """No rows, or rows in which there is nothing to learn."""
+
+
+class ChatTemplateError(DataError):
+    """Messages were given and the tokenizer can't say which tokens the assistant wrote."""
+
+
+class SettingsError(MTPZooError):
+    """A training configuration that does not validate."""
+
+
+class ResumeError(MTPZooError):
+    """A training checkpoint that can't be continued."""
+
+
+class ExportError(MTPZooError):
+    """Writing a checkpoint failed; the base and the output path are as they were."""
+
+
+class OutputExistsError(ExportError):
+    """The output path is taken."""
+
+
+class VerificationError(ExportError):
+    """What was written is not what was meant; nothing was published."""

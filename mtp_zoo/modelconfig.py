@@ -1,0 +1,117 @@
+"""The model configuration (config.json) as a checkpoint stores it: flat, or nested under `text_config`.
+
+Fields are read and written in the place where they are found, so a patched config keeps its shape.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtp_zoo.errors import ModelConfigError
+
+NESTED_KEY = "text_config"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A read-only view of one config.json.
+
+    Attributes:
+        raw: the whole file.
+        path: where it was read, for messages.
+    """
+
+    raw: Mapping[str, Any]
+    path: Path
+
+    @classmethod
+    def read(cls, directory: Path) -> ModelConfig:
+        """Read `directory`/config.json.
+
+        Raises:
+            ModelConfigError: the file is missing, is not JSON, or is not an object with a model_type.
+        """
+        path = directory / "config.json"
+        remedy = "Point at the directory that holds the model's config.json, or restore that file."
+        if not path.is_file():
+            raise ModelConfigError(f"Reading the model configuration: {path} does not exist.", remedy=remedy)
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ModelConfigError(f"Reading {path}: not JSON ({error}).", remedy=remedy) from error
+        if not isinstance(raw, dict):
+            raise ModelConfigError(f"Reading {path}: expected an object, got {type(raw).__name__}.", remedy=remedy)
+        nested = raw.get(NESTED_KEY, {})
+        if not isinstance(nested, dict):
+            raise ModelConfigError(
+                f"Reading {path}: expected '{NESTED_KEY}' to be an object, got {type(nested).__name__}.", remedy=remedy
+            )
+        return cls(raw, path)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the language model's fields live under `text_config` (vision-language checkpoints)."""
+        return NESTED_KEY in self.raw
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The language model's own fields; where nested, the outer dtype and tie flag fill gaps."""
+        if not self.is_nested:
+            return self.raw
+        outer = {key: self.raw[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in self.raw}
+        return {**outer, **self.raw[NESTED_KEY]}
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """model_type of the language model, then of the whole, without repeats."""
+        found = (self.text.get("model_type"), self.raw.get("model_type"))
+        return tuple(dict.fromkeys(str(name) for name in found if name))
+
+    @property
+    def tied(self) -> bool:
+        """Whether the config says that lm_head is the embedding (transformers' default is true for no entry)."""
+        return bool(self.text.get("tie_word_embeddings", False))
+
+    def where(self, field: str) -> tuple[str, ...] | None:
+        """Path of `field`: `("text_config", field)`, `(field,)`, or None where neither holds it."""
+        if self.is_nested and field in self.raw[NESTED_KEY]:
+            return (NESTED_KEY, field)
+        return (field,) if field in self.raw else None
+
+    def count(self, field: str) -> int | None:
+        """A non-negative count, or None where it is absent or null.
+
+        Raises:
+            ModelConfigError: a string, a float, a boolean, a negative number, or two places that disagree.
+        """
+        nested = self.raw.get(NESTED_KEY, {})
+        values = {where: place[field] for where, place in (("", self.raw), (f"{NESTED_KEY}.", nested)) if field in place}
+        given = {where: value for where, value in values.items() if value is not None}
+        for where, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ModelConfigError(
+                    f"Reading {self.path}: expected '{where}{field}' to be an integer >= 0 or null, got {value!r}.",
+                    remedy=f"Set '{where}{field}' to the number of depths that the checkpoint ships.",
+                )
+        if len(set(given.values())) > 1:
+            raise ModelConfigError(
+                f"Reading {self.path}: '{field}' is {given[f'{NESTED_KEY}.']} in {NESTED_KEY} and {given['']} outside it.",
+                remedy=f"Keep '{field}' in {NESTED_KEY} only.",
+            )
+        return next(iter(given.values()), None)
+
+    def with_value(self, field: str, value: object) -> dict[str, Any]:
+        """A deep copy of the whole config in which `field` is `value`, in the place where it was.
+
+        A field that stood nowhere goes under `text_config` where there is one, else to the top level.
+        """
+        patched = copy.deepcopy(dict(self.raw))
+        where = self.where(field) or ((NESTED_KEY, field) if self.is_nested else (field,))
+        place = patched[NESTED_KEY] if len(where) == 2 else patched
+        place[field] = value
+        return patched
