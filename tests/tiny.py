@@ -147,9 +147,7 @@ def _trunk_shapes(config: Mapping[str, Any], prefix: str) -> dict[str, tuple[int
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if text.tie_word_embeddings:
         del shapes["lm_head.weight"]
-    return {
-        prefix + name.removeprefix("model.") if name.startswith("model.") else name: s for name, s in shapes.items()
-    }
+    return {re.sub(r"^model\.", prefix, name): shape for name, shape in shapes.items()}
 
 
 def _head_shapes(config: Mapping[str, Any], prefix: str, depths: int) -> dict[str, tuple[int, ...]]:
