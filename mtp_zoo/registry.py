@@ -160,7 +160,7 @@ def resolve(names: Iterable[str], config: ModelConfig, *, family: Family | None 
         HeadCountError: config and tensors disagree on the number of depths.
     """
     names = tuple(names)
-    family = family or _decide(names, config)
+    family = family or resolve_family(names, config)
     scoped = tuple(sorted(name for name in names if family.in_scope(name)))
     if not scoped:
         raise _no_head(family, names, config)
@@ -168,7 +168,13 @@ def resolve(names: Iterable[str], config: ModelConfig, *, family: Family | None 
     return Resolution(family, depths, scoped, notices)
 
 
-def _decide(names: tuple[str, ...], config: ModelConfig) -> Family:
+def resolve_family(names: Iterable[str], config: ModelConfig) -> Family:
+    """The family alone, also for a checkpoint whose head is damaged or gone.
+
+    Raises:
+        UnresolvedFamilyError: no family fits, several do, or tensors and model_type point to different families.
+    """
+    names = tuple(names)
     families = list_families()
     by_type = [family for family in families if set(family.model_types) & set(config.model_types)]
     fits = [family for family in families if _fits(family, names)]

@@ -1,0 +1,111 @@
+"""mtp_zoo: load, train, export and measure the multi-token-prediction heads that language models ship.
+
+Importing the package loads neither torch nor transformers; a name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from mtp_zoo.version import __version__
+
+if TYPE_CHECKING:
+    from mtp_zoo.acceptance import AcceptanceReport, replay, speculate
+    from mtp_zoo.batch import TokenBatch
+    from mtp_zoo.checkpoint import CheckpointIndex
+    from mtp_zoo.errors import MTPZooError
+    from mtp_zoo.exporter import ExportReport, export
+    from mtp_zoo.head import DraftHead, DraftModule
+    from mtp_zoo.keymap import KeyMap, Rename, Skip, Split, Stack
+    from mtp_zoo.loader import LoadReport, load_head, load_shared
+    from mtp_zoo.objective import MTPObjective, MTPOutput, MTPStats, step_counts
+    from mtp_zoo.registry import Family, get_family, list_families, register, resolve
+    from mtp_zoo.shared import SharedTensors
+    from mtp_zoo.spec import HeadSpec, PerEngine
+    from mtp_zoo.targets import target_states
+    from mtp_zoo.training.config import TrainConfig
+    from mtp_zoo.training.trainer import train
+
+_HOME = {
+    "AcceptanceReport": "acceptance",
+    "CheckpointIndex": "checkpoint",
+    "DraftHead": "head",
+    "DraftModule": "head",
+    "ExportReport": "exporter",
+    "Family": "registry",
+    "HeadSpec": "spec",
+    "KeyMap": "keymap",
+    "LoadReport": "loader",
+    "MTPObjective": "objective",
+    "MTPOutput": "objective",
+    "MTPStats": "objective",
+    "MTPZooError": "errors",
+    "PerEngine": "spec",
+    "Rename": "keymap",
+    "SharedTensors": "shared",
+    "Skip": "keymap",
+    "Split": "keymap",
+    "Stack": "keymap",
+    "TokenBatch": "batch",
+    "TrainConfig": "training.config",
+    "export": "exporter",
+    "get_family": "registry",
+    "list_families": "registry",
+    "load_head": "loader",
+    "load_shared": "loader",
+    "register": "registry",
+    "replay": "acceptance",
+    "resolve": "registry",
+    "speculate": "acceptance",
+    "step_counts": "objective",
+    "target_states": "targets",
+    "train": "training.trainer",
+}
+
+__all__ = [
+    "AcceptanceReport",
+    "CheckpointIndex",
+    "DraftHead",
+    "DraftModule",
+    "ExportReport",
+    "Family",
+    "HeadSpec",
+    "KeyMap",
+    "LoadReport",
+    "MTPObjective",
+    "MTPOutput",
+    "MTPStats",
+    "MTPZooError",
+    "PerEngine",
+    "Rename",
+    "SharedTensors",
+    "Skip",
+    "Split",
+    "Stack",
+    "TokenBatch",
+    "TrainConfig",
+    "__version__",
+    "export",
+    "get_family",
+    "list_families",
+    "load_head",
+    "load_shared",
+    "register",
+    "replay",
+    "resolve",
+    "speculate",
+    "step_counts",
+    "target_states",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'mtp_zoo' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"mtp_zoo.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,177 @@
+"""Trainable blocks: transformers' own decoder layers, built from the target's config.
+
+The library writes no attention and no MLP of its own. A family names the classes (`BlockSource`); this file builds one
+layer of the right kind from the checkpoint's config and calls it the same way in every supported transformers release.
+Importing this file loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from mtp_zoo.errors import ModelConfigError
+from mtp_zoo.modelconfig import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ATTENTION = "mtp_chain"
+"""Name under which `chain_attention` is registered with transformers."""
+
+NOT_FOR_THE_BLOCK = ("quantization_config", "architectures", "torch_dtype", "dtype", "layer_types", "num_hidden_layers")
+"""Config entries that describe the trunk or its storage; the block is a plain trainable layer of one type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSource:
+    """Where a family's block comes from.
+
+    Attributes:
+        module: transformers model folder (`transformers.models.<module>`).
+        config, layer, norm, rotary, pretrained: class names in it.
+        layer_type: entry of `layer_types` that the block has, whatever the trunk's layers are.
+    """
+
+    module: str
+    config: str
+    layer: str
+    norm: str
+    rotary: str
+    pretrained: str
+    layer_type: str
+
+    def load_class(self, name: str, kind: str = "modeling") -> Any:
+        """The class `name` of transformers.models.<module>.<kind>_<module>."""
+        return getattr(importlib.import_module(f"transformers.models.{self.module}.{kind}_{self.module}"), name)
+
+    def build_config(self, config: ModelConfig) -> Any:
+        """The transformers config under which `layer(config, 0)` is the family's block.
+
+        Raises:
+            ModelConfigError: no RoPE base frequency is given anywhere, or transformers refuses a value.
+        """
+        text = {key: value for key, value in config.text.items() if key not in NOT_FOR_THE_BLOCK}
+        text["rope_parameters"] = _rope_parameters(text, self.layer_type, config)
+        text.pop("rope_scaling", None)
+        try:
+            built = self.load_class(self.config, "configuration")(
+                **text, num_hidden_layers=1, layer_types=[self.layer_type]
+            )
+        except (TypeError, ValueError) as error:
+            raise ModelConfigError(
+                f"Building the block of {config.path}: transformers refuses the config ({error}).",
+                remedy="Correct the named field in config.json.",
+            ) from error
+        built._attn_implementation = ATTENTION
+        return built
+
+    def build(self, config: ModelConfig) -> BlockFactory:
+        """What makes this family's layers and norms for one checkpoint."""
+        return BlockFactory(self, self.build_config(config))
+
+
+@dataclass(frozen=True)
+class BlockFactory:
+    """Makes the modules of one head. Modules come out uninitialised where they are made on the meta device.
+
+    Attributes:
+        source: the class names.
+        config: the block's transformers config.
+    """
+
+    source: BlockSource
+    config: Any
+
+    def layer(self) -> nn.Module:
+        """One decoder layer."""
+        return self.source.load_class(self.source.layer)(self.config, 0)
+
+    def norm(self) -> nn.Module:
+        """One RMSNorm over the hidden size, of the family's weight convention."""
+        return self.source.load_class(self.source.norm)(self.config.hidden_size, eps=self.config.rms_norm_eps)
+
+    def rotary(self) -> nn.Module:
+        """The rotary embedding; its frequencies stay FP32 whatever the head is cast to."""
+        return _float_rotary(self.source.load_class(self.source.rotary))(self.config)
+
+    def initialise(self, module: nn.Module) -> None:
+        """Random weights by transformers' own rule for this model."""
+        import torch
+
+        pretrained = self.source.load_class(self.source.pretrained)
+        stub = pretrained.__new__(pretrained)
+        torch.nn.Module.__init__(stub)
+        stub.config = self.config
+        with torch.no_grad():
+            for part in module.modules():
+                pretrained._init_weights(stub, part)
+
+    @cached_property
+    def cache_keyword(self) -> str:
+        """How the layer calls its KV cache: `cache`, or `past_key_values` before transformers 5.20."""
+        names = inspect.signature(inspect.unwrap(self.source.load_class(self.source.layer).forward)).parameters
+        return "cache" if "cache" in names else "past_key_values"
+
+    def run(
+        self,
+        layer: nn.Module,
+        hidden: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor,
+        *,
+        cache: object = None,
+        mask: torch.Tensor | None = None,
+        **attention: object,
+    ) -> torch.Tensor:
+        """Run one layer on [batch, seq, hidden]; `attention` reaches the registered attention function."""
+        extra = {} if cache is None else {self.cache_keyword: cache}
+        out = layer(
+            hidden,
+            position_embeddings=position_embeddings,
+            position_ids=position_ids,
+            attention_mask=mask,
+            **extra,
+            **attention,
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+
+def _float_rotary(rotary: type) -> type:
+    class FloatRotary(rotary):
+        """Moves between devices and ignores dtype casts: rounded frequencies are wrong positions."""
+
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            import torch
+
+            return super()._apply(lambda t: t.to(fn(torch.empty(0, dtype=t.dtype, device=t.device)).device), recurse)
+
+    return FloatRotary
+
+
+def _rope_parameters(text: Mapping[str, Any], layer_type: str, config: ModelConfig) -> dict[str, Any]:
+    """RoPE settings from wherever config.json keeps them: rope_parameters (plain or by layer type) or top-level fields.
+
+    A missing base frequency is an error: transformers would take 10,000, and every position would be wrong.
+    """
+    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope = copy.deepcopy(dict(given.get(layer_type, given)))
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in text:
+            rope.setdefault(key, text[key])
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    rope.setdefault("rope_type", "default")
+    if not isinstance(rope.get("rope_theta"), (int, float)):
+        raise ModelConfigError(
+            f"Building the block of {config.path}: expected rope_theta in rope_parameters or beside it, got "
+            f"{rope.get('rope_theta')!r}.",
+            remedy="Add the base frequency that the model was trained with.",
+        )
+    return rope

@@ -1,0 +1,228 @@
+"""DraftHead: the multi-token-prediction module of a model, as one trainable torch module.
+
+Canonical names, the same for every family; the key map translates:
+
+    depths.{i}.enorm     norm of the token embedding that enters
+    depths.{i}.hnorm     norm of the hidden state that enters
+    depths.{i}.eh_proj   projection of both, joined, to the hidden size
+    depths.{i}.block     one decoder layer of the target's own kind
+    depths.{i}.norm      output norm, in front of the target's lm_head
+
+Families with one fusion for several blocks let every depth use the parts of depth 0, under the names of depth 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mtp_zoo.batch import TokenBatch
+from mtp_zoo.blocks import BlockFactory
+from mtp_zoo.chain_attention import register_attention
+from mtp_zoo.errors import FamilyDefinitionError, NotAttachedError
+from mtp_zoo.modelconfig import ModelConfig
+from mtp_zoo.rollout import Rollout, run_rollout
+from mtp_zoo.shared import SharedTensors
+from mtp_zoo.spec import DepthPolicy, Engine, HeadSpec
+
+if TYPE_CHECKING:
+    from mtp_zoo.loader import LoadReport, Origin
+    from mtp_zoo.registry import Family
+
+
+@dataclass(frozen=True)
+class DepthState:
+    """What one depth gives: `normed` goes to the lm_head, `recycled` to the next depth. Both [batch, seq, hidden]."""
+
+    normed: Tensor
+    recycled: Tensor
+
+
+@runtime_checkable
+class DraftModule(Protocol):
+    """What rollouts, the objective and the draft loop need of a head; anything that has it can take part."""
+
+    spec: HeadSpec
+    engine: Engine | None
+
+    @property
+    def num_depths(self) -> int: ...
+    @property
+    def depth_policy(self) -> DepthPolicy: ...
+    @property
+    def shared(self) -> SharedTensors: ...
+
+    def run_depth(
+        self, depth: int, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, **attention: object
+    ) -> DepthState: ...
+
+
+class DraftDepth(nn.Module):
+    """Fusion, block and output norm of one depth."""
+
+    def __init__(self, spec: HeadSpec, factory: BlockFactory, parts: dict[str, nn.Module]) -> None:
+        super().__init__()
+        hidden = factory.config.hidden_size
+        self.enorm = parts.get("enorm") or factory.norm()
+        self.hnorm = parts.get("hnorm") or factory.norm()
+        self.eh_proj = parts.get("eh_proj") or nn.Linear(2 * hidden, hidden, bias=False)
+        self.block = factory.layer()
+        self.norm = parts.get("norm") or factory.norm()
+        self.embedding_first = spec.fuse_order == "embed_hidden"
+
+    def fuse(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """[.., hidden] from the normed embedding and the normed state, in the family's order."""
+        pair = (self.enorm(embeddings), self.hnorm(hidden))
+        return self.eh_proj(torch.cat(pair if self.embedding_first else pair[::-1], dim=-1))
+
+
+class DraftHead(nn.Module):
+    """The head of one checkpoint.
+
+    Args:
+        family: its family record.
+        config: the checkpoint's config.
+        depths: number of depths that the checkpoint stores.
+        device: where parameters are made; "meta" makes shapes only.
+
+    Attributes:
+        engine: the engine whose conventions to follow where engines differ; None is the training default.
+        report, origin: what `load_head` read and from where.
+    """
+
+    report: LoadReport
+    origin: Origin
+
+    def __init__(
+        self, family: Family, config: ModelConfig, *, depths: int = 1, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        if family.spec.fuse_order == "sum" or "streams" in (family.spec.hidden_tap, family.spec.recycle.train):
+            raise FamilyDefinitionError(
+                f"Family '{family.name}': DraftHead joins by concatenation and carries one stream.",
+                remedy="Give the family a head module of its own that follows DraftModule.",
+            )
+        register_attention()
+        self.family = family
+        self.spec = family.spec
+        self.engine: Engine | None = None
+        self.factory = family.block.build(config)
+        self.depths = nn.ModuleList()
+        with torch.device(device or "cpu"):
+            for _ in range(depths):
+                first = self.depths[0] if len(self.depths) else None
+                parts = {name: getattr(first, name) for name in family.shared_parts} if first is not None else {}
+                self.depths.append(DraftDepth(self.spec, self.factory, parts))
+        self.rotary = self.factory.rotary()
+        self._shared: SharedTensors | None = None
+        self._checkpointing = False
+
+    @property
+    def num_depths(self) -> int:
+        """Number of depths with weights of their own."""
+        return len(self.depths)
+
+    @property
+    def depth_policy(self) -> DepthPolicy:
+        """How depths chain: a stack of several depths is never recycled as one."""
+        return self.spec.depth_policy if self.num_depths == 1 else "distinct"
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the states."""
+        return self.factory.config.hidden_size
+
+    @property
+    def shared(self) -> SharedTensors:
+        """The target's embedding and lm_head.
+
+        Raises:
+            NotAttachedError: `attach` was not called.
+        """
+        if self._shared is None:
+            raise NotAttachedError(
+                f"Running the {self.family.name} head: its target's embedding and lm_head are not attached.",
+                remedy="Pass target= to load_head, or call head.attach(load_shared(source)).",
+            )
+        return self._shared
+
+    def attach(self, target: Any) -> DraftHead:
+        """Borrow embedding and lm_head from a transformers model or from `SharedTensors`; returns the head."""
+        self._shared = target if isinstance(target, SharedTensors) else SharedTensors.of(target)
+        return self
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every stored tensor by canonical name, parts that depths share once."""
+        buffers = {name: value for name, value in self.named_buffers() if name in self.state_dict()}
+        return {**dict(self.named_parameters()), **buffers}
+
+    def trainable_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that take gradients; never the target's."""
+        return (parameter for parameter in self.parameters() if parameter.requires_grad)
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute each depth in the backward pass; memory then grows by one state a depth."""
+        self._checkpointing = True
+
+    def run_depth(
+        self, depth: int, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, **attention: object
+    ) -> DepthState:
+        """One application of depth `depth` (1-based; wraps around the stored depths).
+
+        Args:
+            depth: which depth.
+            embeddings, hidden: [batch, seq, hidden]; cast to the head's dtype.
+            position_ids: [batch, seq].
+            attention: what the attention function takes: `mtp_chain`, or `cache` and `mask`.
+        """
+        module = self.depths[(depth - 1) % self.num_depths]
+        assert isinstance(module, DraftDepth)
+        dtype = module.eh_proj.weight.dtype
+        arguments = (module, embeddings.to(dtype), hidden.to(dtype), position_ids)  # pyright: ignore[reportArgumentType]
+        if self._checkpointing and torch.is_grad_enabled():
+            return checkpoint(self._run, *arguments, use_reentrant=False, **attention)  # pyright: ignore[reportReturnType]
+        return self._run(*arguments, **attention)
+
+    def _run(
+        self, module: DraftDepth, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, **attention: Any
+    ) -> DepthState:
+        if self.spec.zero_first_embedding.of(self.engine):
+            embeddings = embeddings * (position_ids != 0)[..., None]
+        fused = module.fuse(embeddings, hidden)
+        rotated = self.rotary(fused, position_ids)
+        out = self.factory.run(module.block, fused, rotated, position_ids, **attention)
+        normed = module.norm(out)
+        return DepthState(normed, normed if self.spec.recycle.of(self.engine) == "post_norm" else out)
+
+    def forward(
+        self,
+        tokens: TokenBatch,
+        hidden: Float[Tensor, "batch seq hidden"],
+        *,
+        depths: int,
+        rollout: Rollout | None = None,
+    ) -> list[DepthState]:
+        """The states of depths 1..`depths` in every slot; the whole loop runs in one forward, as FSDP2 wants it."""
+        return run_rollout(self, tokens, hidden, depths=depths, rollout=rollout)
+
+    def draft_step(
+        self,
+        input_ids: Int[Tensor, "batch seq"],
+        hidden: Float[Tensor, "batch seq hidden"],
+        position_ids: Int[Tensor, "batch seq"],
+        *,
+        cache: Any,
+        depth: int = 1,
+    ) -> DepthState:
+        """Feed tokens behind those in a KV cache (a transformers `Cache`), as a server does while it drafts."""
+        length, past = input_ids.shape[1], cache.get_seq_length()
+        mask = None
+        if length > 1:
+            mask = torch.ones(length, past + length, dtype=torch.bool, device=input_ids.device).tril(past)[None, None]
+        return self.run_depth(depth, self.shared.embed(input_ids), hidden, position_ids, cache=cache, mask=mask)

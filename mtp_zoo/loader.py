@@ -1,0 +1,336 @@
+"""load_head: plan from headers, read the planned bytes, fill every tensor or fail.
+
+    index (headers) -> resolve the family -> module on the meta device -> key map plan (all problems at once)
+      -> allocate each head tensor once -> read each native tensor straight into its place
+
+Nothing is read before the plan is whole, nothing in the head keeps an initial value unless that was asked for by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry, TensorReader, stored_dtype, torch_dtype
+from mtp_zoo.errors import HeadCountError, SharedTensorError
+from mtp_zoo.head import DraftHead
+from mtp_zoo.keymap import Binding, KeyMap, LoadPlan, Move
+from mtp_zoo.progress import progress
+from mtp_zoo.quantization import refuse_quantized
+from mtp_zoo.registry import Family, Resolution, get_family, resolve, resolve_family
+from mtp_zoo.shared import SharedTensors
+
+Init: TypeAlias = Literal["checkpoint", "random"]
+
+
+@dataclass(frozen=True)
+class LoadedTensor:
+    """One native tensor that was read."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_head` did; `print` shows it as a table.
+
+    Attributes:
+        source, family, depths: where from and what.
+        tensors: every native tensor read.
+        skipped: native names left alone, with the reason.
+        initialised: head tensors that hold random values because that was asked for.
+        notices: contradictions in the checkpoint that did not stop the load.
+        bytes_read: bytes taken from disk, headers included.
+    """
+
+    source: str
+    family: str
+    depths: int
+    tensors: tuple[LoadedTensor, ...]
+    skipped: Mapping[str, str]
+    initialised: tuple[str, ...]
+    notices: tuple[str, ...]
+    bytes_read: int
+
+    @property
+    def head_bytes(self) -> int:
+        """Stored size of the head."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def __str__(self) -> str:
+        from mtp_zoo.tables import render_table
+
+        rows = [(t.name, t.dtype, "x".join(map(str, t.shape)), f"{t.nbytes:,}", t.file) for t in self.tensors]
+        rows += [(name, "", "", "", f"random: {name} was not read") for name in self.initialised]
+        rows += [(name, "", "", "", f"skipped: {because}") for name, because in self.skipped.items()]
+        title = f"{self.family}, {self.depths} depth(s), {self.head_bytes:,} bytes of head, {self.bytes_read:,} bytes read"
+        table = render_table(title, ("tensor", "dtype", "shape", "bytes", "file"), rows, right=(2, 3))
+        return "\n".join([table, *(f"notice: {notice}" for notice in self.notices)])
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What an export needs to know of where the head came from.
+
+    Attributes:
+        root: directory of the checkpoint.
+        bindings: the stored layout.
+        native_dtypes: stored dtype (safetensors' spelling) of every native tensor.
+    """
+
+    root: Path
+    bindings: tuple[Binding, ...]
+    native_dtypes: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_head(
+    source: str | Path,
+    *,
+    target: Any = None,
+    family: str | Family | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    init: Init = "checkpoint",
+    depths: int | None = None,
+    seed: int = 0,
+) -> DraftHead:
+    """Load the head that a checkpoint ships.
+
+    Args:
+        source: checkpoint directory, hub-cache tree, or id of a cached repository.
+        target: transformers model (or `SharedTensors`) whose embedding and lm_head the head borrows.
+        family: family name, to skip the decision from the tensors.
+        dtype: cast to this dtype; None keeps every tensor as stored. `torch.float32` gives master weights for training.
+        device: where the head lives.
+        init: "random" makes a new head instead of reading one, by transformers' rule, from `seed`.
+        depths: number of depths of a new head; only with `init="random"`.
+
+    Returns:
+        The head; `head.report` says what was read.
+
+    Raises:
+        CheckpointError: the files can't be read as a checkpoint.
+        UnresolvedFamilyError, HeadNotFoundError, HeadCountError, HeadMismatchError: see `mtp_zoo.errors`.
+        UnsupportedQuantizationError: the head is stored quantised.
+    """
+    index = CheckpointIndex.open(source)
+    chosen = get_family(family) if isinstance(family, str) else family
+    if init == "random":
+        head = _new_head(index, chosen or resolve_family(index.entries, index.config), depths or 1, dtype, device, seed)
+    elif depths is not None:
+        raise HeadCountError(
+            f"Loading the head of {index.root}: got depths={depths}, but the checkpoint decides.",
+            remedy='Leave depths out, or ask for a new head with init="random".',
+        )
+    else:
+        head = _stored_head(index, resolve(index.entries, index.config, family=chosen), dtype, device)
+    return head if target is None else head.attach(target)
+
+
+def plan_head(index: CheckpointIndex, resolution: Resolution) -> tuple[DraftHead, LoadPlan]:
+    """The head on the meta device, and what reading it takes; reads nothing.
+
+    Raises:
+        BrokenCheckpointError: a file that holds or should hold a tensor of the head can't be trusted.
+        UnsupportedQuantizationError, HeadMismatchError: see `load_head`.
+    """
+    family = resolution.family
+    index.check(family.in_scope)
+    entries = index.require(resolution.names)
+    refuse_quantized(entries, index.config, family)
+    head = DraftHead(family, index.config, depths=resolution.depths, device="meta")
+    return head, key_map(head).plan(entries)
+
+
+def key_map(head: DraftHead) -> KeyMap:
+    """The family's rules, bound to this head's tensors."""
+    shapes = {name: tuple(value.shape) for name, value in head.weights().items()}
+    return KeyMap(head.family.rules, shapes, depths=head.num_depths, family=head.family.name)
+
+
+def _stored_head(
+    index: CheckpointIndex, resolution: Resolution, dtype: torch.dtype | None, device: torch.device | str
+) -> DraftHead:
+    head, plan = plan_head(index, resolution)
+    reader = TensorReader(index)
+    with progress("Reading the head", total=len(plan.natives)) as advance:
+        for binding in plan.bindings:
+            for name, value in _read_binding(binding, index, reader, dtype, device, advance).items():
+                _assign(head, name, value)
+    head.rotary.to(device)
+    entries = [index.entries[name] for name in plan.natives]
+    head.report = LoadReport(
+        source=index.source,
+        family=head.family.name,
+        depths=head.num_depths,
+        tensors=tuple(LoadedTensor(e.name, e.dtype, e.shape, e.nbytes, e.file) for e in entries),
+        skipped=plan.skipped,
+        initialised=(),
+        notices=(*resolution.notices, *_notices(index, head.family)),
+        bytes_read=index.header_bytes + reader.bytes_read,
+    )
+    head.origin = Origin(index.root, plan.bindings, plan.dtypes)
+    return head
+
+
+def _notices(index: CheckpointIndex, family: Family) -> list[str]:
+    return [str(fault) for fault in index.faults if any(family.in_scope(name) for name in fault.tensors)]
+
+
+def _read_binding(
+    binding: Binding,
+    index: CheckpointIndex,
+    reader: TensorReader,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    advance: Callable[[], None],
+) -> dict[str, Tensor]:
+    """Head tensors of one rule. Each is allocated once; whole natives are read in place, parts through one buffer."""
+    stored = torch_dtype(index.entries[next(iter(binding.natives))].dtype)
+    filled = {
+        name: torch.empty(shape, dtype=dtype or stored, device=device) for name, shape in binding.heads.items()
+    }
+    by_native: dict[str, list[Move]] = {}
+    for move in binding.moves:
+        by_native.setdefault(move.native, []).append(move)
+    for native, moves in by_native.items():
+        _read_native(index.entries[native], moves, filled, reader)
+        advance()
+    return filled
+
+
+def _read_native(entry: TensorEntry, moves: list[Move], filled: Mapping[str, Tensor], reader: TensorReader) -> None:
+    place = filled[moves[0].head][moves[0].head_index]
+    in_place = not moves[0].native_index and place.is_contiguous() and place.device.type == "cpu"
+    if in_place and stored_dtype(place.dtype) == entry.dtype:
+        reader.read_into(entry, place)
+        return
+    native = reader.read(entry)
+    for move in moves:
+        filled[move.head][move.head_index] = native[move.native_index].to(place.device)
+
+
+def _assign(head: DraftHead, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = head.get_submodule(path)
+    if leaf in module._parameters:  # noqa: SLF001 - the only way to tell a parameter from a buffer by name
+        setattr(module, leaf, nn.Parameter(value, requires_grad=value.is_floating_point()))
+    else:
+        setattr(module, leaf, value)
+
+
+def _new_head(
+    index: CheckpointIndex,
+    family: Family,
+    depths: int,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    seed: int,
+) -> DraftHead:
+    """A head with random weights, stored as the embedding is stored when it is exported."""
+    head = DraftHead(family, index.config, depths=depths)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head.factory.initialise(head)
+    bindings = key_map(head).default_bindings()
+    stored = _trunk_dtype(index)
+    head.to(device=device, dtype=dtype or torch_dtype(stored))
+    ignored = [name for name in index.entries if family.in_scope(name)]
+    head.report = LoadReport(
+        source=index.source,
+        family=family.name,
+        depths=depths,
+        tensors=(),
+        skipped=dict.fromkeys(ignored, 'init="random" was asked for'),
+        initialised=tuple(head.weights()),
+        notices=(),
+        bytes_read=index.header_bytes,
+    )
+    head.origin = Origin(index.root, bindings, {name: stored for binding in bindings for name in binding.natives})
+    return head
+
+
+def _trunk_dtype(index: CheckpointIndex) -> str:
+    """The float dtype that most of the checkpoint's bytes are stored in."""
+    sizes: dict[str, int] = {}
+    for entry in index.entries.values():
+        if entry.dtype in ("BF16", "F16", "F32"):
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
+    return max(sizes, key=lambda name: sizes[name], default="BF16")
+
+
+def load_shared(
+    source: str | Path,
+    *,
+    family: str | Family | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> SharedTensors:
+    """Read the embedding, the lm_head and the final norm of a checkpoint, for callers without the target in memory.
+
+    Raises:
+        SharedTensorError: one of them is missing, or the config says untied and there is no lm_head.
+    """
+    index = CheckpointIndex.open(source)
+    chosen = get_family(family) if isinstance(family, str) else (family or resolve_family(index.entries, index.config))
+    names = shared_names(index, chosen)
+    wanted = dict.fromkeys(names.values())
+    index.check(wanted.__contains__)
+    reader = TensorReader(index)
+    with progress("Reading the shared tensors", total=len(wanted)) as advance:
+        tensors: dict[str, Tensor] = {}
+        for entry in index.require(wanted):
+            tensors[entry.name] = reader.read(entry).to(device=device, dtype=dtype)
+            advance()
+    norm = chosen.block.build(index.config).norm()
+    norm.weight = nn.Parameter(tensors[names["final_norm"]], requires_grad=False)
+    embedding = nn.Embedding.from_pretrained(tensors[names["embedding"]])
+    lm_head = embedding if names["lm_head"] == names["embedding"] else _projection(tensors[names["lm_head"]])
+    return SharedTensors(embedding, lm_head, norm)
+
+
+def _projection(weight: Tensor) -> nn.Module:
+    with torch.device("meta"):
+        module = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    return module
+
+
+def shared_names(index: CheckpointIndex, family: Family) -> dict[str, str]:
+    """Names of `embedding`, `lm_head` and `final_norm` in this checkpoint; a tied lm_head has the embedding's name.
+
+    Raises:
+        SharedTensorError: see `load_shared`.
+    """
+    target = family.target
+    prefixes = [prefix for prefix in target.prefixes if prefix + target.embedding in index.entries]
+    if not prefixes:
+        raise SharedTensorError(
+            f"Looking for the embedding of {index.root}: none of "
+            f"{[prefix + target.embedding for prefix in target.prefixes]} is on disk.",
+            remedy="Point at the whole checkpoint, not at a directory that holds only the head.",
+        )
+    embedding, norm = prefixes[0] + target.embedding, prefixes[0] + target.final_norm
+    lm_heads = [name for name in target.lm_head if name in index.entries]
+    if not lm_heads and not index.config.tied:
+        raise SharedTensorError(
+            f"Looking for the lm_head of {index.root}: config.json says tie_word_embeddings is false, and none of "
+            f"{list(target.lm_head)} is on disk.",
+            remedy="Restore the lm_head, or set tie_word_embeddings to true if the model was trained tied.",
+        )
+    if norm not in index.entries:
+        raise SharedTensorError(
+            f"Looking for the final norm of {index.root}: '{norm}' is not on disk.",
+            remedy="Restore the tensor from the original checkpoint.",
+        )
+    lm_head = embedding if index.config.tied or not lm_heads else lm_heads[0]
+    return {"embedding": embedding, "lm_head": lm_head, "final_norm": norm}

@@ -1,0 +1,35 @@
+"""Quantised heads: refused by the name of their scheme before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mtp_zoo.errors import UnsupportedQuantizationError
+from mtp_zoo.keymap import FLOAT_DTYPES, TensorInfo
+from mtp_zoo.modelconfig import ModelConfig
+from mtp_zoo.registry import Family
+
+
+def refuse_quantized(entries: Iterable[TensorInfo], config: ModelConfig, family: Family) -> None:
+    """Accept a head whose tensors are all float; a BF16 head inside a quantised checkpoint is one.
+
+    Raises:
+        UnsupportedQuantizationError: naming the scheme and every tensor stored in it.
+    """
+    quantized = [entry for entry in entries if entry.dtype not in FLOAT_DTYPES]
+    if not quantized:
+        return
+    raise UnsupportedQuantizationError(
+        f"Loading the {family.name} head of {config.path.parent}: {len(quantized)} of its tensors are stored as "
+        f"{scheme_name(config)}.",
+        remedy="Take the head from the BF16 release of the same model.",
+        problems=[f"{entry.name}: {entry.dtype} {list(entry.shape)}" for entry in quantized],
+    )
+
+
+def scheme_name(config: ModelConfig) -> str:
+    """The checkpoint's own name for its scheme, for messages."""
+    settings = config.raw.get("quantization_config") or config.text.get("quantization_config") or {}
+    method = settings.get("quant_method") or settings.get("quant_algo")
+    detail = settings.get("fmt") or settings.get("format") or settings.get("quant_algo")
+    return " ".join(dict.fromkeys(str(part) for part in (method, detail) if part)) or "a scheme that config.json does not name"

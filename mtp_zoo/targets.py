@@ -1,0 +1,85 @@
+"""Hidden states of a frozen target, at the tap that a head reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mtp_zoo.batch import PADDING, TokenBatch
+from mtp_zoo.errors import FamilyDefinitionError
+from mtp_zoo.shared import language_model
+from mtp_zoo.spec import HeadSpec
+
+
+@torch.no_grad()
+def target_states(target: Any, tokens: TokenBatch, spec: HeadSpec) -> Float[Tensor, "batch seq hidden"]:
+    """The target's state of every token, under the family's tap; zero on padding.
+
+    Rows of one document without padding in front go through the target as they are. Others are taken apart and every
+    document runs alone, from its own position 0: attention masks do not isolate the recurrent layers of hybrid targets,
+    and packed attention without a block mask leaks from one document into the next.
+
+    Args:
+        target: a transformers causal language model.
+        tokens: the batch.
+        spec: the head's conventions.
+
+    Raises:
+        FamilyDefinitionError: a tap that a plain forward pass does not give.
+    """
+    if spec.hidden_tap != "post_norm":
+        raise FamilyDefinitionError(
+            f"Computing target states: the tap '{spec.hidden_tap}' is not the model's last hidden state.",
+            remedy="Register a hook at the family's tap.",
+        )
+    model = language_model(target)
+    if all(segment.start == 0 and segment.stop == tokens.shape[1] for segment in tokens.segments):
+        states = model(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
+        return states * (tokens.doc_ids != PADDING)[..., None]
+    return _by_document(model, tokens)
+
+
+def _by_document(model: Any, tokens: TokenBatch) -> Tensor:
+    spans = _document_spans(tokens)
+    out: Tensor | None = None
+    for group in _batches(spans, budget=tokens.input_ids.numel()):
+        longest = max(stop - start for _, start, stop in group)
+        ids = tokens.input_ids.new_zeros(len(group), longest)
+        for line, (row, start, stop) in enumerate(group):
+            ids[line, : stop - start] = tokens.input_ids[row, start:stop]
+        states = model(input_ids=ids, use_cache=False).last_hidden_state
+        out = states.new_zeros(*tokens.shape, states.shape[-1]) if out is None else out
+        for line, (row, start, stop) in enumerate(group):
+            out[row, start:stop] = states[line, : stop - start]
+    if out is None:
+        hidden = model.config.get_text_config().hidden_size
+        return torch.zeros(*tokens.shape, hidden, device=tokens.input_ids.device, dtype=model.dtype)
+    return out
+
+
+def _document_spans(tokens: TokenBatch) -> list[tuple[int, int, int]]:
+    """(row, start, stop) of every document without its padding, longest first."""
+    real = (tokens.doc_ids != PADDING).cpu()
+    spans = [
+        (row, segment.start, segment.start + int(real[row, segment.start : segment.stop].sum()))
+        for segment in tokens.segments
+        for row in segment.rows
+    ]
+    return sorted(spans, key=lambda span: span[1] - span[2])
+
+
+def _batches(spans: list[tuple[int, int, int]], budget: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Groups whose padded size stays within `budget` tokens, the size of the batch they came from."""
+    group: list[tuple[int, int, int]] = []
+    for span in spans:
+        longest = (group or [span])[0]
+        if group and (len(group) + 1) * (longest[2] - longest[1]) > budget:
+            yield group
+            group = []
+        group.append(span)
+    if group:
+        yield group
