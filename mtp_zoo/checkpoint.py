@@ -1,0 +1,249 @@
+"""CheckpointIndex: what a checkpoint holds, from headers only, and TensorReader: its tensors, planned ranges only.
+
+The index file is compared with the headers of all weight files and never trusted. A fault stops a reader only where it
+touches the tensors asked for: a head can be read out of a checkpoint of which some trunk shard is missing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtp_zoo.checkpoint_faults import REMEDIES, Fault, find_faults
+from mtp_zoo.checkpoint_source import locate
+from mtp_zoo.errors import BrokenCheckpointError, SourceNotFoundError, UnsafeCheckpointError
+from mtp_zoo.index_file import CONVERT_PICKLES, INDEX_NAME, PICKLE_SUFFIXES, read_index
+from mtp_zoo.modelconfig import ModelConfig
+from mtp_zoo.safetensors_header import DTYPES, Header, TensorEntry, read_header, stored_dtype, torch_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "DTYPES",
+    "INDEX_NAME",
+    "CheckpointIndex",
+    "Fault",
+    "TensorEntry",
+    "TensorReader",
+    "stored_dtype",
+    "torch_dtype",
+]
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """A headers-only view of one checkpoint.
+
+    Attributes:
+        source: what was opened, as given.
+        root: the directory.
+        revision: commit, where the directory lies in a Hugging Face cache.
+        config: its config.json.
+        entries: every readable tensor, where it really is, by file and offset. Of a tensor that is in two files, the
+            one that the index names.
+        faults: what is wrong, fatal or not; see `require`, `check` and `verify`.
+        files: weight files on disk, readable or not, sorted: those at the top of the directory and those listed.
+        weight_map: tensor name -> file, as the index file says; empty where there is none.
+        listed: whether there is an index file.
+        header_bytes: bytes of headers and index that were read to make this view.
+    """
+
+    source: str
+    root: Path
+    revision: str | None
+    config: ModelConfig
+    entries: Mapping[str, TensorEntry]
+    faults: tuple[Fault, ...]
+    files: tuple[str, ...]
+    weight_map: Mapping[str, str]
+    listed: bool
+    header_bytes: int
+
+    @classmethod
+    def open(cls, source: str | Path, *, revision: str | None = None) -> CheckpointIndex:
+        """Read config.json, the index and every header.
+
+        Args:
+            source: a directory, a Hugging Face cache tree, or a repository id that is in the local cache.
+            revision: branch, tag or commit, for the latter two.
+
+        Raises:
+            SourceNotFoundError: no such place, or no weights in it.
+            UnsafeCheckpointError: only pickled weights, a listed path outside the directory, an unbounded header.
+            BrokenCheckpointError: the index is unreadable, or no weight file is readable.
+            ModelConfigError: config.json is missing or unreadable.
+        """
+        location = locate(source, revision)
+        root = location.root
+        on_disk = _weight_files(root)
+        index_size, weight_map = read_index(root)
+        if not on_disk and weight_map is None:
+            raise _no_weights(root)
+        config = ModelConfig.read(root)
+        candidates = sorted(on_disk | set((weight_map or {}).values()))
+        missing = [file for file in candidates if not os.path.exists(root / file)]
+        files = tuple(file for file in candidates if file not in missing)
+        headers, corrupt = _read_headers(root, files)
+        faults = find_faults(weight_map, headers, missing, corrupt)
+        if not headers:
+            raise _broken(f"Opening {source}: none of its weight files can be read.", faults)
+        return cls(
+            source=str(source),
+            root=root,
+            revision=location.revision,
+            config=config,
+            entries=_entries(headers, weight_map or {}),
+            faults=faults,
+            files=files,
+            weight_map=weight_map or {},
+            listed=weight_map is not None,
+            header_bytes=index_size + sum(header.nbytes for header in headers.values()),
+        )
+
+    def require(self, names: Iterable[str]) -> list[TensorEntry]:
+        """The entries of `names`, in that order.
+
+        Raises:
+            BrokenCheckpointError: with every name that is in no file, and every fatal fault that touches one of them.
+        """
+        wanted = list(names)
+        lost = {name for name in wanted if name not in self.entries}
+        fatal = [fault for fault in self.faults if fault.fatal]
+        touching = [fault for fault in fatal if not set(wanted).isdisjoint(fault.tensors)]
+        unexplained = sorted(lost.difference(*(fault.tensors for fault in touching)))
+        blind = [fault for fault in fatal if not fault.tensors] if unexplained else []
+        problems = [*touching, *(f"'{name}' is in no readable file." for name in unexplained), *blind]
+        if problems:
+            raise _broken(f"Reading {len(wanted)} tensors of {self.source}: {len(problems)} problems.", problems)
+        return [self.entries[name] for name in wanted]
+
+    def check(self, in_scope: Callable[[str], bool]) -> None:
+        """Refuse a checkpoint in which some tensor in scope can't be trusted.
+
+        A missing or corrupt file touches the names that the index says it holds. Where there is no index, it may hold
+        any name, so it touches every scope.
+
+        Raises:
+            BrokenCheckpointError: with every such fault.
+        """
+        problems = [
+            fault
+            for fault in self.faults
+            if fault.fatal and (any(map(in_scope, fault.tensors)) or not (fault.tensors or self.listed))
+        ]
+        if problems:
+            raise _broken(f"Checking {self.source}: {len(problems)} faults touch the tensors asked for.", problems)
+
+    def verify(self) -> None:
+        """Refuse a checkpoint that is not whole.
+
+        Raises:
+            BrokenCheckpointError: with every fatal fault.
+        """
+        problems = [fault for fault in self.faults if fault.fatal]
+        if problems:
+            raise _broken(f"Checking the whole of {self.source}: {len(problems)} faults.", problems)
+
+
+class TensorReader:
+    """Reads tensors of one checkpoint, each by one range read, and counts the bytes.
+
+    Args:
+        index: whose entries will be read.
+
+    Attributes:
+        bytes_read: bytes of tensors read so far.
+    """
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        self._index = index
+        self.bytes_read = 0
+
+    def read_into(self, entry: TensorEntry, out: Tensor) -> None:
+        """Fill `out`, a contiguous CPU tensor of the entry's dtype and shape, straight from the file.
+
+        Raises:
+            BrokenCheckpointError: the file has become shorter than its header says.
+        """
+        import torch
+
+        assert out.is_contiguous()
+        assert (out.device.type, out.dtype, tuple(out.shape)) == ("cpu", torch_dtype(entry.dtype), entry.shape)
+        if entry.nbytes:
+            self._fill(entry, 0, out.detach().reshape(-1).view(torch.uint8).numpy().data)
+
+    def read(self, entry: TensorEntry) -> Tensor:
+        """The tensor, in memory of its own (never a view of the file)."""
+        import torch
+
+        out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        self.read_into(entry, out)
+        return out
+
+    def raw(self, entry: TensorEntry, chunk: int = 1 << 22) -> Iterator[bytes]:
+        """The tensor's bytes in pieces of at most `chunk`."""
+        for offset in range(0, entry.nbytes, chunk):
+            piece = bytearray(min(chunk, entry.nbytes - offset))
+            self._fill(entry, offset, memoryview(piece))
+            yield bytes(piece)
+
+    def _fill(self, entry: TensorEntry, offset: int, view: memoryview) -> None:
+        wanted = len(view)
+        with (self._index.root / entry.file).open("rb", buffering=0) as stream:
+            stream.seek(entry.start + offset)
+            while view and (count := stream.readinto(view)):  # one call reads at most 2 GiB
+                self.bytes_read += count
+                view = view[count:]
+        if view:
+            raise BrokenCheckpointError(
+                f"Reading '{entry.name}' of {entry.file}: expected {wanted} bytes, got {wanted - len(view)}.",
+                remedy=REMEDIES["corrupt_file"],
+            )
+
+
+def _weight_files(root: Path) -> set[str]:
+    """Safetensors files at the top of the directory, links to nothing included."""
+    return {path.name for path in root.glob("*.safetensors") if not path.name.startswith(".") and not path.is_dir()}
+
+
+def _no_weights(root: Path) -> SourceNotFoundError | UnsafeCheckpointError:
+    pickles = sorted(path.name for path in root.iterdir() if path.name.endswith(PICKLE_SUFFIXES))
+    if pickles:
+        return UnsafeCheckpointError(
+            f"Opening {root}: its weights are pickled ({', '.join(pickles[:3])}); reading them would run code.",
+            remedy=CONVERT_PICKLES,
+        )
+    return SourceNotFoundError(
+        f"Opening {root}: no *.safetensors file and no {INDEX_NAME} in it.",
+        remedy="Point at the directory that holds the weights, or download them (`hf download org/name`).",
+    )
+
+
+def _read_headers(root: Path, files: Iterable[str]) -> tuple[dict[str, Header], dict[str, str]]:
+    headers: dict[str, Header] = {}
+    corrupt: dict[str, str] = {}
+    for file in files:
+        try:
+            headers[file] = read_header(root, file)
+        except BrokenCheckpointError as error:
+            corrupt[file] = error.message
+    return headers, corrupt
+
+
+def _entries(headers: Mapping[str, Header], weight_map: Mapping[str, str]) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
+    for file, header in headers.items():
+        for entry in header.entries:
+            if entry.name not in entries or weight_map.get(entry.name) == file:
+                entries[entry.name] = entry
+    return entries
+
+
+def _broken(message: str, problems: Iterable[Fault | str]) -> BrokenCheckpointError:
+    problems = list(problems)
+    remedies = [REMEDIES[problem.kind] for problem in problems if isinstance(problem, Fault)] or [REMEDIES["absent"]]
+    return BrokenCheckpointError(message, remedy=remedies[0], problems=problems)

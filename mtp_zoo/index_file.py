@@ -1,0 +1,82 @@
+"""`model.safetensors.index.json`: which file holds which tensor, as somebody once wrote it down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+from mtp_zoo.errors import BrokenCheckpointError, UnsafeCheckpointError
+from mtp_zoo.safetensors_header import LFS_POINTER
+
+INDEX_NAME = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+CONVERT_PICKLES = (
+    "Convert it in an environment that you trust: load it with transformers, `model.save_pretrained(directory)`; "
+    "then add the head's tensors, which transformers leaves out."
+)
+
+
+def read_index(root: Path) -> tuple[int, dict[str, str] | None]:
+    """Size in bytes and weight_map (tensor name -> relative path) of the index in `root`; (0, None) if there is none.
+
+    Raises:
+        BrokenCheckpointError: it is no JSON object with a weight_map of unique names.
+        UnsafeCheckpointError: a path leaves the directory, or names a pickle.
+    """
+    path = root / INDEX_NAME
+    if not path.exists() and not path.is_symlink():
+        return 0, None
+    try:
+        raw = path.read_bytes()
+        if raw.startswith(LFS_POINTER):
+            raise _unreadable(root, "a git-lfs pointer, not the file that it points to (`git lfs pull` gets it)")
+        content = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(root, str(error)) from error
+    weight_map = cast("dict[str, Any]", content).get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _unreadable(root, "it holds no 'weight_map'")
+    return len(raw), {name: _inside(root, name, file) for name, file in cast("dict[str, Any]", weight_map).items()}
+
+
+def encode_index(weight_map: Mapping[str, str], metadata: Mapping[str, object]) -> str:
+    """The text of an index file."""
+    content = {"metadata": dict(metadata), "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"'{name}' occurs twice")
+        found[name] = value
+    return found
+
+
+def _unreadable(root: Path, reason: str) -> BrokenCheckpointError:
+    return BrokenCheckpointError(
+        f"Reading {root / INDEX_NAME}: {reason}.", remedy="Restore the index from the original checkpoint."
+    )
+
+
+def _inside(root: Path, name: str, file: object) -> str:
+    """A listed path, normalised; inside the directory."""
+    if not isinstance(file, str) or not file:
+        raise _unreadable(root, f"the file of '{name}' is {file!r}, not a name")
+    path = PurePosixPath(file)
+    # A file may be a link out of the directory (that is how the Hugging Face cache stores it); its folder may not.
+    outside = path.is_absolute() or ".." in path.parts or any(letter in file for letter in "\\:\0")
+    if outside or not (root / path).parent.resolve().is_relative_to(root.resolve()):
+        raise UnsafeCheckpointError(
+            f"Reading {root / INDEX_NAME}: it puts '{name}' in {file!r}, outside the checkpoint's directory.",
+            remedy="Do not use this checkpoint, or correct the path if you made it yourself.",
+        )
+    if file.endswith(PICKLE_SUFFIXES):
+        raise UnsafeCheckpointError(
+            f"Reading {root / INDEX_NAME}: it puts '{name}' in '{file}', a pickle; reading it would run code.",
+            remedy=CONVERT_PICKLES,
+        )
+    return str(path)

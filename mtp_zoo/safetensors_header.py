@@ -1,0 +1,253 @@
+"""The header of one safetensors file, parsed without trusting it.
+
+Layout of the format: 8 bytes header length n (unsigned, little endian), n bytes of JSON, then the tensors' bytes. The
+JSON maps each name to `{"dtype", "shape", "data_offsets": [start, end]}`, offsets counted from the end of the header.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import stat
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from mtp_zoo.errors import BrokenCheckpointError, UnsafeCheckpointError, UnsupportedQuantizationError
+
+if TYPE_CHECKING:
+    import torch
+
+HEADER_LIMIT = 100_000_000
+"""Largest header in bytes that the safetensors library reads; a longer one is refused before it is allocated."""
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+MAX_AXES = 64
+"""Most axes that a torch tensor can have; bounds the work that a hostile shape can ask for."""
+
+DTYPES: Mapping[str, tuple[int, str | None]] = {
+    "BOOL": (8, "bool"),
+    "F4": (4, None),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "I16": (16, "int16"),
+    "U16": (16, "uint16"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "I32": (32, "int32"),
+    "U32": (32, "uint32"),
+    "F32": (32, "float32"),
+    "C64": (64, "complex64"),
+    "F64": (64, "float64"),
+    "I64": (64, "int64"),
+    "U64": (64, "uint64"),
+}
+"""safetensors' spelling -> bits of one element, and torch's name of the same dtype (None where torch has none)."""
+
+
+def torch_dtype(stored: str) -> torch.dtype:
+    """The torch dtype of a stored one.
+
+    Raises:
+        UnsupportedQuantizationError: torch has no such dtype, or safetensors has no such spelling.
+    """
+    import torch
+
+    name = DTYPES.get(stored, (0, None))[1]
+    if name is None:
+        raise UnsupportedQuantizationError(
+            f"Reading a tensor stored as '{stored}': torch has no such dtype.",
+            remedy="Use a checkpoint whose head is stored as BF16, F16 or F32.",
+        )
+    return getattr(torch, name)
+
+
+def stored_dtype(dtype: torch.dtype) -> str:
+    """safetensors' spelling of a torch dtype.
+
+    Raises:
+        UnsupportedQuantizationError: safetensors has no such dtype.
+    """
+    for stored, (_, name) in DTYPES.items():
+        if str(dtype) == f"torch.{name}":
+            return stored
+    raise UnsupportedQuantizationError(
+        f"Writing a tensor of {dtype}: safetensors can't store it.",
+        remedy="Cast the tensor to torch.bfloat16 or float32.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one stored tensor is.
+
+    Attributes:
+        name: as stored.
+        dtype: in safetensors' spelling, for example `BF16`.
+        shape: as stored.
+        file: path of the file, relative to the checkpoint's directory.
+        start, end: byte range, counted from the beginning of the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """One file's header.
+
+    Attributes:
+        entries: in the order of their bytes.
+        metadata: the file's `__metadata__`, or an empty mapping.
+        nbytes: bytes in front of the tensors, the length field included.
+    """
+
+    entries: tuple[TensorEntry, ...]
+    metadata: Mapping[str, str]
+    nbytes: int
+
+
+def read_header(root: Path, file: str) -> Header:
+    """Read and check the header of `root`/`file`; no tensor byte is read.
+
+    Raises:
+        BrokenCheckpointError: the file is no readable, complete, self-consistent safetensors file.
+        UnsafeCheckpointError: the header is longer than the format's readers allow.
+    """
+    try:
+        raw, size = _header_bytes(root / file, file)
+    except OSError as error:
+        raise _broken(file, f"it can't be read ({error.strerror or error})") from error
+    table = _parse(raw, file)
+    metadata = _metadata(table.pop("__metadata__", {}), file)
+    base = 8 + len(raw)
+    entries = sorted((_entry(name, row, file, base) for name, row in table.items()), key=lambda e: (e.start, e.end))
+    _check_layout(entries, file, base, size)
+    return Header(tuple(entries), metadata, base)
+
+
+def encode_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
+    """The header of a file that holds `tensors` (name, dtype, shape, bytes) end to end in that order.
+
+    The length is padded with spaces to a multiple of 8, as the safetensors library does, so that tensors stay aligned.
+    """
+    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name, dtype, shape, nbytes in tensors:
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + nbytes]}
+        start += nbytes
+    raw = json.dumps(table, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _header_bytes(path: Path, file: str) -> tuple[bytes, int]:
+    """The JSON part, and the size of the whole file."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise _broken(file, "it is not a regular file")
+    size = status.st_size
+    with path.open("rb") as stream:
+        start = stream.read(len(LFS_POINTER))
+        if not start:
+            raise _broken(file, "it is empty")
+        if start == LFS_POINTER:
+            raise _broken(file, "it is a git-lfs pointer, not the file that it points to (`git lfs pull` gets it)")
+        if size < 8:
+            raise _broken(file, f"it has {size} bytes, fewer than the 8 that hold the header's length")
+        (length,) = struct.unpack("<Q", start[:8])
+        if length > size - 8:
+            raise _broken(file, f"its header claims {length} bytes, the file has {size}: truncated, or no safetensors")
+        if length > HEADER_LIMIT:
+            raise UnsafeCheckpointError(
+                f"Reading {file}: its header claims {length} bytes, the limit is {HEADER_LIMIT}.",
+                remedy="Take the checkpoint from a source you trust, or split the file into shards.",
+            )
+        stream.seek(8)
+        return stream.read(length), size
+
+
+def _parse(raw: bytes, file: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise _broken(file, f"its header names '{name}' twice")
+        return found
+
+    try:
+        table = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise _broken(file, f"its header is not JSON ({error})") from error
+    if not isinstance(table, dict):
+        raise _broken(file, "its header is not a JSON object")
+    if re.search("[\ud800-\udfff]", "".join(cast("dict[str, Any]", table))):
+        raise _broken(file, "a name in its header is not valid Unicode")
+    return cast("dict[str, Any]", table)
+
+
+def _metadata(value: object, file: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in cast("dict[str, Any]", value).values()):
+        raise _broken(file, "its __metadata__ is not a table of strings")
+    return cast("dict[str, str]", value)
+
+
+def _entry(name: str, row: object, file: str, base: int) -> TensorEntry:
+    match row:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, end]} if len(
+            shape
+        ) <= MAX_AXES and _sizes([*shape, start, end]):
+            pass
+        case _:
+            raise _broken(file, f"the header's row of '{name}' is not a dtype, a shape and two offsets")
+    if dtype not in DTYPES:
+        raise _broken(file, f"'{name}' has the unknown dtype '{dtype}'")
+    bits = DTYPES[dtype][0] * math.prod(shape)
+    if bits != 8 * (end - start):
+        raise _broken(file, f"'{name}' ({dtype} {shape}) needs {-(-bits // 8)} bytes, its range holds {end - start}")
+    return TensorEntry(name, dtype, tuple(shape), file, base + start, base + end)
+
+
+def _sizes(values: Iterable[object]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 for value in values)
+
+
+def _check_layout(entries: Sequence[TensorEntry], file: str, base: int, size: int) -> None:
+    """Ranges must tile the file behind the header, as every safetensors reader demands."""
+    previous, at = "the header", base
+    for entry in entries:
+        if entry.end > size:
+            raise _broken(file, f"'{entry.name}' ends at byte {entry.end}, the file has {size}: truncated")
+        if entry.start != at:
+            what = "overlap" if entry.start < at else "leave a gap"
+            raise _broken(file, f"the bytes of '{entry.name}' and {previous} {what}")
+        previous, at = f"'{entry.name}'", entry.end
+    if at != size:
+        raise _broken(file, f"{size - at} bytes at its end belong to no tensor")
+
+
+def _broken(file: str, fault: str) -> BrokenCheckpointError:
+    return BrokenCheckpointError(
+        f"{file}: {fault}.", remedy="Download the file again, or restore it from the original checkpoint."
+    )
