@@ -213,24 +213,22 @@ def _metadata(value: object, file: str) -> dict[str, str]:
     return cast("dict[str, str]", value)
 
 
-def _entry(name: str, row: object, file: str, base: int) -> TensorEntry:
-    match row:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, end]} if len(
-            shape
-        ) <= MAX_AXES and _sizes([*shape, start, end]):
-            pass
-        case _:
-            raise _broken(file, f"the header's row of '{name}' is not a dtype, a shape and two offsets")
-    if dtype not in DTYPES:
-        raise _broken(file, f"'{name}' has the unknown dtype '{dtype}'")
+def _entry(name: str, row: Any, file: str, base: int) -> TensorEntry:
+    try:
+        dtype, shape, (start, end) = row["dtype"], row["shape"], row["data_offsets"]
+        numbers = [*shape, start, end]
+    except (TypeError, KeyError, ValueError) as error:
+        raise _broken(file, f"the header's row of '{name}' is not a dtype, a shape and two offsets") from error
+    if type(shape) is not list or len(shape) > MAX_AXES or {*map(type, numbers)} != {int}:
+        raise _broken(file, f"the header's row of '{name}' is not a dtype, a shape and two offsets")
+    if min(numbers) < 0 or max(numbers) >= 2**63:
+        raise _broken(file, f"the header's row of '{name}' holds an impossible size: {numbers}")
+    if type(dtype) is not str or dtype not in DTYPES:
+        raise _broken(file, f"'{name}' has the unknown dtype {dtype!r}")
     bits = DTYPES[dtype][0] * math.prod(shape)
     if bits != 8 * (end - start):
         raise _broken(file, f"'{name}' ({dtype} {shape}) needs {-(-bits // 8)} bytes, its range holds {end - start}")
     return TensorEntry(name, dtype, tuple(shape), file, base + start, base + end)
-
-
-def _sizes(values: Iterable[object]) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 for value in values)
 
 
 def _check_layout(entries: Sequence[TensorEntry], file: str, base: int, size: int) -> None:
