@@ -125,14 +125,14 @@ def load_head(
     index = CheckpointIndex.open(source)
     chosen = get_family(family) if isinstance(family, str) else family
     if init == "random":
-        head = _new_head(index, chosen or resolve_family(index.entries, index.config), depths or 1, dtype, device, seed)
+        head = _new_head(index, chosen or resolve_family(index.names, index.config), depths or 1, dtype, device, seed)
     elif depths is not None:
         raise HeadCountError(
             f"Loading the head of {index.root}: got depths={depths}, but the checkpoint decides.",
             remedy='Leave depths out, or ask for a new head with init="random".',
         )
     else:
-        head = _stored_head(index, resolve(index.entries, index.config, family=chosen), dtype, device)
+        head = _stored_head(index, resolve(index.names, index.config, family=chosen), dtype, device)
     return head if target is None else head.attach(target)
 
 
@@ -281,7 +281,7 @@ def load_shared(
         SharedTensorError: one of them is missing, or the config says untied and there is no lm_head.
     """
     index = CheckpointIndex.open(source)
-    chosen = get_family(family) if isinstance(family, str) else (family or resolve_family(index.entries, index.config))
+    chosen = get_family(family) if isinstance(family, str) else (family or resolve_family(index.names, index.config))
     names = shared_names(index, chosen)
     wanted = dict.fromkeys(names.values())
     index.check(wanted.__contains__)
