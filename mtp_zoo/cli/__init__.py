@@ -1,0 +1,53 @@
+"""The `mtp-zoo` command: one verb a file; a verb imports torch only when it runs.
+
+Exit codes: 0 done, 1 the check that was asked for failed (a head that does not load, an output that is not lossless),
+2 a user error (`MTPZooError`, wrong options).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from mtp_zoo.cli import demo, evaluate, export, families, inspect, train
+from mtp_zoo.errors import MTPZooError
+from mtp_zoo.version import __version__
+
+app = typer.Typer(
+    name="mtp-zoo",
+    help="Load, train, export and measure multi-token-prediction (MTP / NEXTN) draft heads.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("list")(families.command)
+app.command("inspect")(inspect.command)
+app.command("train")(train.command)
+app.command("eval")(evaluate.command)
+app.command("export")(export.command)
+app.command("demo")(demo.command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mtp-zoo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Print the version and leave."
+    ),
+) -> None:
+    del version
+
+
+def main() -> None:
+    """Entry point of the command."""
+    try:
+        app()
+    except MTPZooError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(2)

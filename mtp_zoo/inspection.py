@@ -1,0 +1,119 @@
+"""What head a checkpoint holds, from headers only, with everything that is wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry
+from mtp_zoo.errors import MTPZooError, SharedTensorError
+from mtp_zoo.registry import Family, Resolution, resolve, resolve_family
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One checkpoint's head.
+
+    Attributes:
+        source: what was inspected.
+        family: name of the family, or None where it can't be told.
+        depths: depths on disk.
+        tensors: the head's tensors.
+        shared: role -> name, file and dtype of the tensors it borrows, and whether embedding and lm_head are tied.
+        loads: whether `load_head` would succeed.
+        problems: everything that is wrong, in words; those that stop a load first.
+        header_bytes: bytes read.
+    """
+
+    source: str
+    family: str | None
+    depths: int
+    tensors: tuple[TensorEntry, ...]
+    shared: dict[str, Any]
+    loads: bool
+    problems: tuple[str, ...]
+    header_bytes: int
+
+    @property
+    def head_bytes(self) -> int:
+        """Stored size of the head."""
+        return sum(entry.nbytes for entry in self.tensors)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The inspection for `--json`."""
+        tensors = [
+            {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "bytes": e.nbytes, "file": e.file}
+            for e in self.tensors
+        ]
+        return {
+            "family": self.family,
+            "depths": self.depths,
+            "head_bytes": self.head_bytes,
+            "tensors": tensors,
+            "shared": self.shared,
+            "loads": self.loads,
+            "problems": list(self.problems),
+        }
+
+    def __str__(self) -> str:
+        from mtp_zoo.tables import render_table
+
+        rows = [(e.name, e.dtype, "x".join(map(str, e.shape)), f"{e.nbytes:,}", e.file) for e in self.tensors]
+        title = f"{self.source}: {self.family or 'no known family'}, {self.depths} depth(s), {self.head_bytes:,} bytes"
+        lines = [render_table(title, ("tensor", "dtype", "shape", "bytes", "file"), rows, right=(2, 3))]
+        lines += [f"shared {role}: {detail}" for role, detail in self.shared.items()]
+        lines += [f"problem: {problem}" for problem in self.problems] or ["no problems"]
+        return "\n".join(lines)
+
+
+def inspect(source: str | Path) -> Inspection:
+    """Look at a checkpoint without reading a tensor.
+
+    Raises:
+        CheckpointError: the place can't be read as a checkpoint at all; what is wrong with the head is reported.
+    """
+    index = CheckpointIndex.open(source)
+    notes: list[str] = []
+    problems: list[str] = [str(fault) for fault in index.faults]
+    family = resolution = None
+    try:
+        family = resolve_family(index.names, index.config)
+        resolution = resolve(index.names, index.config, family=family)
+        _plan(index, resolution)
+    except MTPZooError as error:
+        notes = [error.message, *map(str, error.problems)]
+    scoped = [entry for name, entry in sorted(index.entries.items()) if family and family.in_scope(name)]
+    shared, missing = _shared(index, family) if family else ({}, [])
+    problems += [*missing, *(resolution.notices if resolution else ())]
+    return Inspection(
+        source=str(source),
+        family=family.name if family else None,
+        depths=family.depths_on_disk(entry.name for entry in scoped) if family else 0,
+        tensors=tuple(scoped),
+        shared=shared,
+        loads=not notes,
+        problems=tuple(dict.fromkeys([*notes, *problems])),
+        header_bytes=index.header_bytes,
+    )
+
+
+def _plan(index: CheckpointIndex, resolution: Resolution) -> None:
+    from mtp_zoo.loader import plan_head
+
+    plan_head(index, resolution)
+
+
+def _shared(index: CheckpointIndex, family: Family) -> tuple[dict[str, Any], list[str]]:
+    from mtp_zoo.loader import shared_names
+
+    try:
+        names = shared_names(index, family)
+    except SharedTensorError as error:
+        return {}, [error.message]
+    entries = {role: index.entries[name] for role, name in names.items()}
+    shared: dict[str, Any] = {
+        role: {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "file": e.file} for role, e in entries.items()
+    }
+    shared["tied"] = names["embedding"] == names["lm_head"]
+    return shared, []
