@@ -104,6 +104,11 @@ class CheckpointIndex:
             header_bytes=index_size + sum(header.nbytes for header in headers.values()),
         )
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor name that a readable file holds or the index lists: what the checkpoint means to hold."""
+        return frozenset(self.entries) | frozenset(self.weight_map)
+
     def require(self, names: Iterable[str]) -> list[TensorEntry]:
         """The entries of `names`, in that order.
 
