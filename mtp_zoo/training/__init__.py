@@ -1,0 +1,1 @@
+"""Training a head: configuration, data, the trainer and its report. Submodules are imported by name."""
