@@ -87,11 +87,10 @@ def test_a_template_without_an_end_token_learns_the_whole_answer() -> None:
         "{% if add_generation_prompt %}assistant\n{% endif %}"
     )
     (document,) = encode(template, TWO_TURNS[:2])
-    assert table(document) == [("user", 0), ("\n", 0), ("hi", 0), ("\n", 0), ("assistant", 0), ("\n", 0)] + [
-        ("hello", 1),
-        ("you", 1),
-        ("\n", 1),
-    ]
+    assert table(document) == [
+        ("user", 0), ("\n", 0), ("hi", 0), ("\n", 0),
+        ("assistant", 0), ("\n", 0), ("hello", 1), ("you", 1), ("\n", 1),
+    ]  # fmt: skip
 
 
 def test_messages_without_a_template_are_refused() -> None:

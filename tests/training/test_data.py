@@ -179,7 +179,7 @@ def test_a_datasets_directory_gives_what_the_same_jsonl_gives(tmp_path: Path) ->
     from_set, _ = load_rows(chat(tmp_path / "set", kind="dataset"), tokenizer, seed=0)
     from_lines, _ = load_rows(chat(write_lines(tmp_path / "a.jsonl", records)), tokenizer, seed=0)
     assert from_set.fingerprint() == from_lines.fingerprint()
-    assert from_lines.counts.tokens == 10 + 9 + 2
+    assert from_lines.counts.tokens == 13 + 12
 
 
 def test_a_datasets_directory_without_the_column_or_with_splits_is_refused(tmp_path: Path) -> None:
@@ -188,11 +188,8 @@ def test_a_datasets_directory_without_the_column_or_with_splits_is_refused(tmp_p
     data = Dataset.from_list([{"body": "hi"}])
     data.save_to_disk(tmp_path / "set")
     DatasetDict({"train": data}).save_to_disk(tmp_path / "splits")
-    for name, message in (
-        ("set", "expected a column 'text'"),
-        ("splits", "got the splits"),
-        ("none", "not a datasets"),
-    ):
+    complaints = {"set": "expected a column 'text'", "splits": "got the splits", "none": "not a datasets directory"}
+    for name, message in complaints.items():
         with pytest.raises(DataError, match=message):
             load_rows(text_config(tmp_path / name, kind="dataset"), make_tokenizer(), seed=0)
 
