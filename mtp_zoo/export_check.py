@@ -1,0 +1,92 @@
+"""Whether an exported checkpoint is what was meant: opened anew and compared byte for byte, before it is published."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry, TensorReader
+from mtp_zoo.errors import CheckpointError, VerificationError
+from mtp_zoo.export_plan import ExportPlan
+from mtp_zoo.progress import progress
+from mtp_zoo.registry import Family
+
+
+def check_output(
+    root: Path, plan: ExportPlan, base: CheckpointIndex, family: Family, depths: int, digests: Mapping[str, str]
+) -> None:
+    """Compare the checkpoint in `root` with its plan.
+
+    Raises:
+        VerificationError: with every difference: names, bytes of the head, bytes of the rest, declared depths.
+    """
+    try:
+        written = CheckpointIndex.open(root)
+        written.verify()
+    except CheckpointError as error:
+        raise _failed([error.message, *error.problems]) from error
+    problems = [
+        *_names(written, plan),
+        *_head(written, plan, digests),
+        *_trunk(written, plan, base),
+        *_depths(written, family, depths),
+    ]
+    if problems:
+        raise _failed(problems)
+
+
+def _failed(problems: Sequence[object]) -> VerificationError:
+    return VerificationError(
+        f"Checking the written checkpoint: {len(problems)} differences from what was meant; it is removed.",
+        remedy="Check the disk, and that nothing else writes to the base; then export again.",
+        problems=problems,
+    )
+
+
+def _names(written: CheckpointIndex, plan: ExportPlan) -> Iterator[str]:
+    meant = {entry.name for shard in plan.shards for entry in shard.entries} | {tensor.name for tensor in plan.head}
+    yield from (f"'{name}' is missing" for name in sorted(meant - written.entries.keys()))
+    yield from (f"'{name}' should not be there" for name in sorted(written.entries.keys() - meant))
+    if written.weight_map != plan.weight_map:
+        yield "the index differs from the plan"
+
+
+def _head(written: CheckpointIndex, plan: ExportPlan, digests: Mapping[str, str]) -> Iterator[str]:
+    reader = TensorReader(written)
+    for tensor in plan.head:
+        entry = written.entries.get(tensor.name)
+        if entry is None:
+            continue
+        digest = hashlib.sha256()
+        for piece in reader.raw(entry):
+            digest.update(piece)
+        if (entry.dtype, entry.shape, digest.hexdigest()) != (tensor.dtype, tensor.shape, digests[tensor.name]):
+            yield f"'{tensor.name}' differs from the head's"
+
+
+def _trunk(written: CheckpointIndex, plan: ExportPlan, base: CheckpointIndex) -> Iterator[str]:
+    """Tensors of the base must be the base's; a hard link is, without reading it."""
+    ours, theirs = TensorReader(written), TensorReader(base)
+    with progress("Comparing with the base", total=len(plan.shards)) as advance:
+        for shard in plan.shards:
+            if not os.path.samefile(written.root / shard.name, base.root / shard.source):
+                for entry in shard.entries:
+                    copied = written.entries.get(entry.name)
+                    if copied is not None and not _same(ours, copied, theirs, entry):
+                        yield f"'{entry.name}' differs from the base's"
+            advance()
+
+
+def _same(ours: TensorReader, copied: TensorEntry, theirs: TensorReader, entry: TensorEntry) -> bool:
+    if (copied.dtype, copied.shape) != (entry.dtype, entry.shape):
+        return False
+    return all(left == right for left, right in zip(ours.raw(copied), theirs.raw(entry), strict=True))
+
+
+def _depths(written: CheckpointIndex, family: Family, depths: int) -> Iterator[str]:
+    found = family.depths_on_disk(name for name in written.entries if family.in_scope(name))
+    declared = written.config.count(family.count_field) if family.count_field else found
+    if not declared == found == depths:
+        yield f"config.json declares {declared} depths, the files hold {found}, the head has {depths}"

@@ -1,0 +1,173 @@
+"""Writing a directory that looks like another one: hard links where bytes are the same, new files where they are not.
+
+The directory is built under a hidden name beside its goal and renamed when it is whole. Nothing that exists is opened
+for writing, so the source can't be harmed through a link.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mtp_zoo.errors import ExportError, OutputExistsError
+
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+"""Why a file system refuses a hard link although the file can be copied."""
+
+
+@contextmanager
+def staging(out: Path) -> Generator[Path]:
+    """An empty hidden directory beside `out`, renamed to `out` when the block ends; removed when it raises.
+
+    The directory is locked while this process lives. What a killed process left is found unlocked, and is removed.
+
+    Raises:
+        OutputExistsError: `out` has come to exist.
+        ExportError: another process is writing the same output.
+    """
+    partial = out.with_name(f".{out.name}.mtp-zoo-partial")
+    lock = _claim(partial, out)
+    try:
+        yield partial
+        _publish(partial, out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _claim(partial: Path, out: Path) -> int:
+    """Make and lock the directory and empty it; returns the descriptor that holds the lock."""
+    partial.mkdir(parents=True, exist_ok=True)
+    lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between the two calls above, the process that held the lock may have renamed or removed the directory.
+        if not os.path.samestat(os.fstat(lock), os.stat(partial)):
+            raise FileNotFoundError(errno.ENOENT, "renamed by another process", str(partial))
+    except (BlockingIOError, FileNotFoundError) as error:
+        os.close(lock)
+        raise ExportError(
+            f"Writing {out}: another process is writing it ({partial}).", remedy="Wait for it, or choose another path."
+        ) from error
+    for path in partial.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return lock
+
+
+def _publish(partial: Path, out: Path) -> None:
+    for folder, _, _ in os.walk(partial):
+        _sync(Path(folder))
+    refuse_existing(out)
+    partial.rename(out)
+    _sync(out.parent)
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise OutputExistsError where `out` is taken, be it by a link to nothing."""
+    if os.path.lexists(out):
+        raise OutputExistsError(
+            f"Writing {out}: the path exists.", remedy="Choose another path, or remove what is there yourself."
+        )
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Overlay:
+    """Fills a staging directory and counts what that costs.
+
+    Args:
+        root: the staging directory.
+        link: whether weight files may be hard-linked.
+
+    Attributes:
+        linked, copied, rewritten, written: files so far: hard-linked, copied whole, copied without some tensors, new.
+        bytes_written: bytes put on the disk so far; a hard link costs none.
+    """
+
+    def __init__(self, root: Path, *, link: bool) -> None:
+        self.root = root
+        self.linked = self.copied = self.rewritten = self.written = 0
+        self.bytes_written = 0
+        self._link = link
+
+    def link(self, source: Path, name: str) -> None:
+        """Hard-link `source`, or copy it where links are not wanted or not possible."""
+        source, place = source.resolve(), self._place(name)
+        if self._link and _try_link(source, place):
+            self.linked += 1
+        else:
+            self.copy(source, name)
+
+    def copy(self, source: Path, name: str) -> None:
+        """Copy `source` with its mode and times; a link is copied as the file that it points to."""
+        place = self._place(name)
+        shutil.copy2(source, place)
+        _sync(place)
+        self.copied += 1
+        self.bytes_written += place.stat().st_size
+
+    def rewrite(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write what is left of a source file."""
+        self._write(name, pieces)
+        self.rewritten += 1
+
+    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write a new file."""
+        self._write(name, pieces)
+        self.written += 1
+
+    def _write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        with self._place(name).open("xb") as stream:
+            for piece in pieces:
+                stream.write(piece)
+                self.bytes_written += len(piece)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def _place(self, name: str) -> Path:
+        place = self.root / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
+
+
+def _try_link(source: Path, place: Path) -> bool:
+    try:
+        os.link(source, place)
+    except OSError as error:
+        if error.errno in NO_LINK:
+            return False
+        raise
+    return True
+
+
+def files_below(root: Path, *, skip_folders: Iterable[str] = ()) -> Iterator[str]:
+    """Relative paths of all files, sorted by folder; linked folders are entered.
+
+    Raises:
+        ExportError: a linked folder holds itself.
+    """
+    skip = set(skip_folders)
+    for folder, subfolders, files in os.walk(root, followlinks=True):
+        subfolders[:] = sorted(set(subfolders) - skip)
+        here = os.path.realpath(folder)
+        for subfolder in subfolders:
+            if (here + os.sep).startswith(os.path.realpath(os.path.join(folder, subfolder)) + os.sep):
+                raise ExportError(
+                    f"Copying {root}: {os.path.join(folder, subfolder)} links to a folder that holds it.",
+                    remedy="Remove the link.",
+                )
+        yield from (os.path.relpath(os.path.join(folder, file), root) for file in sorted(files))
