@@ -266,7 +266,7 @@ class TokenBatch:
         bounds: dict[tuple[int, int], list[int]] = {}
         for row, marks in enumerate(starts.cpu()):
             first = marks.nonzero().flatten().tolist()
-            for start, stop in zip(first, [*first[1:], self.shape[1]], strict=True):
+            for start, stop in zip(first, [*first[1:], self.shape[1]], strict=False):  # a row may hold no document
                 bounds.setdefault((start, stop), []).append(row)
         return tuple(Segment(tuple(rows), start, stop) for (start, stop), rows in bounds.items())
 

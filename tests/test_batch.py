@@ -154,6 +154,12 @@ def test_rows_with_equal_stretches_share_a_segment() -> None:
     assert tokens.segments == (Segment((0, 1), 0, 3), Segment((2,), 0, 1), Segment((2,), 1, 3))
 
 
+def test_a_row_of_padding_only_is_in_no_segment() -> None:
+    tokens = TokenBatch.from_rows([[([1, 2], [True] * 2)], []])
+    assert tokens.segments == (Segment((0,), 0, 2),)
+    assert not tokens.slots(1).gate.any()
+
+
 def test_rows_longer_than_asked_are_refused() -> None:
     with pytest.raises(BatchError, match="at most 2 tokens a row, got 3"):
         TokenBatch.from_rows([[([1, 2, 3], [True] * 3)]], length=2)
