@@ -6,12 +6,13 @@ Relative paths are relative to the working directory. This module imports no tor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
 from mtp_zoo.errors import SettingsError
 from mtp_zoo.training.problems import describe_problems
@@ -261,9 +262,13 @@ class TrainConfig(Section):
         """The whole configuration, defaults written out, as YAML that `from_yaml` reads back to an equal object."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
+    def flat(self) -> dict[str, Any]:
+        """Every setting by dotted path, as plain JSON values."""
+        return dict(_flatten(self, "", lambda _: True))
+
     def curve_settings(self) -> dict[str, Any]:
-        """Every setting that can change the loss curve, by dotted path; what a resumed run must agree on."""
-        return _flatten(self, "")
+        """The settings that can change the loss curve, by dotted path: what a resumed run must agree on."""
+        return dict(_flatten(self, "", lambda field: field.json_schema_extra != RESUME_FREE))
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -276,16 +281,14 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _flatten(section: Section, prefix: str) -> dict[str, Any]:
-    values = section.model_dump(mode="json")
-    flat: dict[str, Any] = {}
+def _flatten(section: Section, prefix: str, wanted: Callable[[FieldInfo], bool]) -> Iterator[tuple[str, Any]]:
+    plain = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        elif field.json_schema_extra != RESUME_FREE:
-            flat[prefix + name] = values[name]
-    return flat
+            yield from _flatten(value, f"{prefix}{name}.", wanted)
+        elif wanted(field):
+            yield prefix + name, plain[name]
 
 
 def _both_or_none(value: object) -> str:

@@ -11,11 +11,11 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtp_zoo.batch import Document, TokenBatch
+from mtp_zoo.batch import TokenBatch
 from mtp_zoo.errors import ChatTemplateError, EmptyDatasetError
 from mtp_zoo.progress import progress
 from mtp_zoo.training.chat import ChatEncoder, Encoded
@@ -74,7 +74,8 @@ class Rows:
 
     def batch(self, numbers: Iterable[int], *, pad_id: int = 0) -> TokenBatch:
         """The rows of these numbers, padded on the right to the longest of them."""
-        return TokenBatch.from_rows([cast("Sequence[Document]", self.rows[n]) for n in numbers], pad_id=pad_id)
+        documents = [[(ids.tolist(), learn.tolist()) for ids, learn in self.rows[number]] for number in numbers]
+        return TokenBatch.from_rows(documents, pad_id=pad_id)
 
     def fingerprint(self) -> str:
         """sha256 over every row's ids, masks and document bounds."""
