@@ -1,0 +1,49 @@
+# The commands that people and CI run. Each does its own set-up: a virtual environment, made once.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+HEART := mtp_zoo/keymap.py,mtp_zoo/loader.py,mtp_zoo/objective.py,mtp_zoo/losses.py,mtp_zoo/batch.py,mtp_zoo/rollout.py,mtp_zoo/chain_attention.py,mtp_zoo/checkpoint*.py,mtp_zoo/safetensors_header.py,mtp_zoo/index_file.py,mtp_zoo/export*.py,mtp_zoo/overlay.py
+
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo demo-short test lint types docs benchmarks clean
+
+demo: $(STAMP)
+	$(BIN)/mtp-zoo demo
+
+demo-short: $(STAMP)
+	$(BIN)/mtp-zoo demo --short --json --out build/demo-short
+
+test: $(STAMP)
+	$(BIN)/python -m pytest --cov --cov-report=
+	$(BIN)/coverage report
+	@echo "Coverage of the heart:"
+	$(BIN)/coverage report --include="$(HEART)" --fail-under=95
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+docs: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints/dev.txt -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+benchmarks: $(STAMP)
+	$(BIN)/python benchmarks/bytes_read.py
+	$(BIN)/python benchmarks/chain_rollout.py
+	$(BIN)/python benchmarks/chunked_loss.py
+	$(BIN)/python benchmarks/demo_seeds.py
+
+$(STAMP): pyproject.toml constraints/dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints/dev.txt torch
+	$(BIN)/pip install --quiet --constraint constraints/dev.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build site demo-out .pytest_cache .ruff_cache .hypothesis .coverage
