@@ -148,8 +148,8 @@ def _refuse_quantized(index: CheckpointIndex, family: Family) -> None:
 
 def _refuse_misfit(head: DraftHead, index: CheckpointIndex) -> None:
     """Every head tensor must have the shape that the base's config asks for."""
-    expected = type(head)(head.family, index.config, depths=head.num_depths, device="meta").weights()
-    found = head.weights()
+    expected = type(head)(head.family, index.config, depths=head.num_depths, device="meta").state_dict()
+    found = head.state_dict()
     problems = [
         f"{name}: the base needs {list(expected[name].shape)}, the head has {list(found[name].shape)}"
         for name in sorted(expected.keys() & found.keys())

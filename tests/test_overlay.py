@@ -1,0 +1,136 @@
+"""The staging directory: one writer at a time, and nothing that a killed one left can be taken for an output."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtp_zoo.errors import ExportError, OutputExistsError
+from mtp_zoo.exporter import export
+from mtp_zoo.loader import load_head
+from mtp_zoo.overlay import Overlay, staging
+from tests.exporting import TENSORS, make_base, same, snapshot, stored
+
+KILLED = {
+    "linking": "mtp_zoo.overlay:os.link",
+    "rewriting": "mtp_zoo.exporter:_shorter",
+    "writing_the_head": "mtp_zoo.exporter:hashlib.sha256",
+    "checking": "mtp_zoo.exporter:check_output",
+    "renaming": "mtp_zoo.overlay:Path.rename",
+}
+"""Where the exporting process is killed: the function that is replaced by the kill."""
+
+SCRIPT = """
+import importlib, os, signal, sys
+from unittest import mock
+from mtp_zoo.exporter import export
+from mtp_zoo.loader import load_head
+
+base, *rest = sys.argv[1:]
+head = load_head(base)
+for out, spot in zip(rest[::2], rest[1::2]):
+    pid = os.fork()
+    if pid == 0:
+        module, _, attribute = spot.partition(":")
+        owner = importlib.import_module(module)
+        for part in attribute.split(".")[:-1]:
+            owner = getattr(owner, part)
+        with mock.patch.object(owner, attribute.split(".")[-1], lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+            export(head, base, out)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_kill_at_any_moment_leaves_no_output_and_a_rerun_cleans_up(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    before = snapshot(base)
+    outs = {moment: tmp_path / moment for moment in KILLED}
+    arguments = [part for moment, spot in KILLED.items() for part in (str(outs[moment]), spot)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(base), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(-signal.SIGKILL)] * len(KILLED)
+    assert snapshot(base) == before
+    head = load_head(base)
+    for out in outs.values():
+        partial = out.with_name(f".{out.name}.mtp-zoo-partial")
+        assert not out.exists()
+        assert partial.is_dir()
+        (partial / "left-over").write_text("x")
+        export(head, base, out)
+        assert not partial.exists()
+        assert not (out / "left-over").exists()
+        assert same(stored(out), TENSORS, TENSORS)
+    assert snapshot(base) == before
+
+
+def test_second_writer_of_one_output_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with staging(out) as partial:
+        (partial / "a").write_text("mine")
+        with pytest.raises(ExportError, match="another process is writing it"), staging(out):
+            pytest.fail("two writers")
+        assert (partial / "a").read_text() == "mine"
+    assert (out / "a").read_text() == "mine"
+
+
+def test_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def write() -> None:
+        with staging(out) as partial:
+            (partial / "a").write_text("mine")
+            out.mkdir()
+            (out / "a").write_text("theirs")
+
+    with pytest.raises(OutputExistsError):
+        write()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "a").read_text() == "theirs"
+
+
+def test_interrupt_removes_what_was_written(tmp_path: Path) -> None:
+    def write() -> None:
+        with staging(tmp_path / "out") as partial:
+            (partial / "a").write_text("mine")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftover_that_is_a_link_is_not_emptied(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "a").write_text("keep")
+    os.symlink("precious", tmp_path / ".out.mtp-zoo-partial")
+    with pytest.raises(OSError, match=r"mtp-zoo-partial"), staging(tmp_path / "out"):
+        pytest.fail("wrote through a link")
+    assert (tmp_path / "precious" / "a").read_text() == "keep"
+
+
+def test_parents_of_the_output_are_made(tmp_path: Path) -> None:
+    with staging(tmp_path / "runs" / "one" / "out") as partial:
+        (partial / "a").write_text("mine")
+    assert (tmp_path / "runs" / "one" / "out" / "a").is_file()
+
+
+def test_existing_files_are_never_written_through(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"base")
+    overlay = Overlay(tmp_path / "out", link=True)
+    overlay.link(source, "a")
+    with pytest.raises(FileExistsError):
+        overlay.write("a", [b"new"])
+    assert source.read_bytes() == b"base"
