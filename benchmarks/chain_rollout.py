@@ -2,8 +2,8 @@
 
     python benchmarks/chain_rollout.py [--lengths 1024 4096] [--depths 4]
 
-The head is Qwen3.5-shaped with random weights (hidden 256, 8 heads of 64), FP32. Time and peak extra memory are of one
-forward and backward pass, each in a process of its own.
+The head is Qwen3.5-shaped with random weights (hidden 64, 8 query and 2 key heads of 64), FP32. Time and peak extra
+memory are of one forward and backward pass, each in a process of its own.
 """
 
 from __future__ import annotations

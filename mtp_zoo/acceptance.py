@@ -123,7 +123,16 @@ class AcceptanceReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report for `--json`."""
-        names = ("accept_rate", "accept_length", "drafted", "accepted", "verify_steps", "tokens", "per_depth", "lossless")
+        names = (
+            "accept_rate",
+            "accept_length",
+            "drafted",
+            "accepted",
+            "verify_steps",
+            "tokens",
+            "per_depth",
+            "lossless",
+        )
         return {name: getattr(self, name) for name in names}
 
 

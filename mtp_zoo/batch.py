@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -110,7 +111,8 @@ class TokenBatch:
         _check_documents(self.doc_ids)
         if bool((self.learn_mask & (self.doc_ids == PADDING)).any()):
             raise BatchError(
-                "Building a TokenBatch: learn_mask is set on padding.", remedy="Clear learn_mask where attention_mask is 0."
+                "Building a TokenBatch: learn_mask is set on padding.",
+                remedy="Clear learn_mask where attention_mask is 0.",
             )
 
     @classmethod
@@ -181,7 +183,11 @@ class TokenBatch:
         placeholder_ids: Sequence[int] = (),
     ) -> TokenBatch:
         """A batch with an explicit learn mask; the other arguments are those of `from_labels`."""
-        real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else _as_bool(attention_mask, input_ids)
+        real = (
+            torch.ones_like(input_ids, dtype=torch.bool)
+            if attention_mask is None
+            else _as_bool(attention_mask, input_ids)
+        )
         if cu_seqlens is not None:
             doc_ids = _documents_from_lengths(cu_seqlens, cu_seqlens_padded, input_ids)
             doc_ids = torch.where(real, doc_ids, PADDING)
@@ -209,7 +215,8 @@ class TokenBatch:
         length = max(sizes, default=0) if length is None else length
         if max(sizes, default=0) > length:
             raise BatchError(
-                f"Packing rows: expected at most {length} tokens a row, got {max(sizes)}.", remedy="Cut or move documents."
+                f"Packing rows: expected at most {length} tokens a row, got {max(sizes)}.",
+                remedy="Cut or move documents.",
             )
         input_ids = torch.full((len(rows), length), pad_id, dtype=torch.int64)
         learn = torch.zeros(len(rows), length, dtype=torch.bool)
@@ -326,7 +333,7 @@ def _documents_from_lengths(cu_seqlens: Tensor, cu_padded: Tensor | None, like: 
     """
     starts = (cu_seqlens if cu_padded is None else cu_padded).tolist()
     lengths = cu_seqlens.diff().tolist()
-    room = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    room = [stop - start for start, stop in pairwise(starts)]
     fits = len(room) == len(lengths) and all(0 < length <= space for length, space in zip(lengths, room, strict=True))
     if like.shape[0] != 1 or not fits or starts[0] != 0 or starts[-1] > like.shape[1]:
         raise BatchError(

@@ -99,7 +99,9 @@ class BlockFactory:
 
     def rotary(self) -> nn.Module:
         """The rotary embedding; its frequencies stay FP32 whatever the head is cast to."""
-        return _float_rotary(self.source.load_class(self.source.rotary))(self.config)
+        from mtp_zoo.rotary import FloatRotary
+
+        return FloatRotary(self.source.load_class(self.source.rotary)(self.config))
 
     def initialise(self, module: nn.Module) -> None:
         """Random weights by transformers' own rule for this model."""
@@ -141,18 +143,6 @@ class BlockFactory:
             **attention,
         )
         return out[0] if isinstance(out, tuple) else out
-
-
-def _float_rotary(rotary: type) -> type:
-    class FloatRotary(rotary):
-        """Moves between devices and ignores dtype casts: rounded frequencies are wrong positions."""
-
-        def _apply(self, fn: Any, recurse: bool = True) -> Any:
-            import torch
-
-            return super()._apply(lambda t: t.to(fn(torch.empty(0, dtype=t.dtype, device=t.device)).device), recurse)
-
-    return FloatRotary
 
 
 def _rope_parameters(text: Mapping[str, Any], layer_type: str, config: ModelConfig) -> dict[str, Any]:

@@ -80,8 +80,7 @@ def chain_attention(
         return out, None
     groups = query.shape[1] // key.shape[1]
     pairs = [
-        (_repeat_heads(k, groups), _repeat_heads(v, groups))
-        for k, v in mtp_chain.visible(module.layer_idx, key, value)
+        (_repeat_heads(k, groups), _repeat_heads(v, groups)) for k, v in mtp_chain.visible(module.layer_idx, key, value)
     ]
     own_keys = torch.stack([k for k, _ in pairs[1:]]) if len(pairs) > 1 else None
     own_values = torch.stack([v for _, v in pairs[1:]]) if len(pairs) > 1 else None
@@ -134,8 +133,9 @@ class _ChainFunction(torch.autograd.Function):
         d_query, d_key, d_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for segment in ctx.segments:
             here = _window(segment, query)
-            parts = (grad, query, key, value, out, lse)
-            d_query[here], d_key[here], d_value[here] = _prefix_backward(*(part[here] for part in parts), ctx.scale)
+            d_query[here], d_key[here], d_value[here] = _prefix_backward(
+                grad[here], query[here], key[here], value[here], out[here], lse[here], ctx.scale
+            )
         if own_keys is None:
             return d_query, d_key, d_value, None, None, None, None
         g = grad.float()
@@ -183,9 +183,7 @@ def _prefix_backward(
     """Gradients of the prefix part, given the merged output and log-sum-exp."""
     if _has_cpu_flash(query, value):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return flash(
-            grad.contiguous(), query, key, value, out.contiguous(), lse.contiguous(), 0.0, True, scale=scale
-        )
+        return flash(grad.contiguous(), query, key, value, out.contiguous(), lse.contiguous(), 0.0, True, scale=scale)
     d_query = torch.empty_like(query)
     d_key = torch.zeros(key.shape, dtype=torch.float32, device=key.device)
     d_value = torch.zeros(value.shape, dtype=torch.float32, device=value.device)

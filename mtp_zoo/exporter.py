@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ def export(
         VerificationError: what was written is not what was meant.
         In each case there is no `out` afterwards, and the base is as it was.
     """
-    out = Path(out).absolute()
+    out = Path(os.path.abspath(Path(out).expanduser()))  # without `..`, so that no folder is made on the way
     index = CheckpointIndex.open(base)
     index.verify()
     _refuse_overlap(out, index.root)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -52,15 +52,25 @@ class DraftModule(Protocol):
     engine: Engine | None
 
     @property
-    def num_depths(self) -> int: ...
+    def num_depths(self) -> int:
+        """Number of depths with weights of their own."""
+        ...
+
     @property
-    def depth_policy(self) -> DepthPolicy: ...
+    def depth_policy(self) -> DepthPolicy:
+        """How depths chain."""
+        ...
+
     @property
-    def shared(self) -> SharedTensors: ...
+    def shared(self) -> SharedTensors:
+        """The target's embedding and lm_head."""
+        ...
 
     def run_depth(
-        self, depth: int, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, **attention: object
-    ) -> DepthState: ...
+        self, depth: int, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, **attention: Any
+    ) -> DepthState:
+        """One application of a depth."""
+        ...
 
 
 class DraftDepth(nn.Module):
@@ -159,7 +169,8 @@ class DraftHead(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Every stored tensor by canonical name, parts that depths share once."""
-        buffers = {name: value for name, value in self.named_buffers() if name in self.state_dict()}
+        stored = self.state_dict().keys()
+        buffers = {name: value for name, value in self.named_buffers() if name in stored}
         return {**dict(self.named_parameters()), **buffers}
 
     def trainable_parameters(self) -> Iterator[nn.Parameter]:
@@ -171,7 +182,7 @@ class DraftHead(nn.Module):
         self._checkpointing = True
 
     def run_depth(
-        self, depth: int, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, **attention: object
+        self, depth: int, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, **attention: Any
     ) -> DepthState:
         """One application of depth `depth` (1-based; wraps around the stored depths).
 
@@ -183,10 +194,11 @@ class DraftHead(nn.Module):
         """
         module = self.depths[(depth - 1) % self.num_depths]
         assert isinstance(module, DraftDepth)
-        dtype = module.eh_proj.weight.dtype
-        arguments = (module, embeddings.to(dtype), hidden.to(dtype), position_ids)  # pyright: ignore[reportArgumentType]
+        like = next(module.eh_proj.parameters())
+        arguments = (module, embeddings.to(like.dtype), hidden.to(like.dtype), position_ids)
         if self._checkpointing and torch.is_grad_enabled():
-            return checkpoint(self._run, *arguments, use_reentrant=False, **attention)  # pyright: ignore[reportReturnType]
+            # Only the non-reentrant kind sees the gradients of keys and values that leave through the attention's state.
+            return cast("DepthState", checkpoint(self._run, *arguments, use_reentrant=False, **attention))
         return self._run(*arguments, **attention)
 
     def _run(

@@ -38,7 +38,13 @@ def read_index(root: Path) -> tuple[int, dict[str, str] | None]:
     weight_map = cast("dict[str, Any]", content).get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise _unreadable(root, "it holds no 'weight_map'")
-    return len(raw), {name: _inside(root, name, file) for name, file in cast("dict[str, Any]", weight_map).items()}
+    places: dict[str, str] = {}  # each file is looked at once: an index can hold a hundred thousand names
+    for name, file in cast("dict[str, Any]", weight_map).items():
+        if not isinstance(file, str) or not file:
+            raise _unreadable(root, f"the file of '{name}' is {file!r}, not a name")
+        if file not in places:
+            places[file] = _inside(root, name, file)
+    return len(raw), {name: places[file] for name, file in cast("dict[str, str]", weight_map).items()}
 
 
 def encode_index(weight_map: Mapping[str, str], metadata: Mapping[str, object]) -> str:
@@ -62,10 +68,8 @@ def _unreadable(root: Path, reason: str) -> BrokenCheckpointError:
     )
 
 
-def _inside(root: Path, name: str, file: object) -> str:
+def _inside(root: Path, name: str, file: str) -> str:
     """A listed path, normalised; inside the directory."""
-    if not isinstance(file, str) or not file:
-        raise _unreadable(root, f"the file of '{name}' is {file!r}, not a name")
     path = PurePosixPath(file)
     # A file may be a link out of the directory (that is how the Hugging Face cache stores it); its folder may not.
     outside = path.is_absolute() or ".." in path.parts or any(letter in file for letter in "\\:\0")

@@ -101,11 +101,19 @@ class TensorInfo(Protocol):
     """What a plan needs to know of a stored tensor."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name in the checkpoint."""
+        ...
+
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """Stored dtype, in safetensors' spelling."""
+        ...
+
     @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> Shape:
+        """Stored shape."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,7 @@ class KeyMap:
             for binding in [_expand(rule, self._fill(depth), self.head_shapes)]
             if binding is not None
         ]
-        choices: dict[str, tuple[Binding, ...]] = {name: () for name in self.head_shapes}
+        choices: dict[str, tuple[Binding, ...]] = dict.fromkeys(self.head_shapes, ())
         for binding in bindings:
             for name in binding.heads:
                 choices[name] = (*choices[name], binding)
@@ -269,7 +277,8 @@ def _pattern(template: str, fill: Mapping[str, str]) -> re.Pattern[str]:
     """The template as a regular expression; placeholders not in `fill` match any number, `*` any text."""
     parts = re.split(r"(\{\w\}|\*)", template)
     out = [
-        fill.get(part[1], r"\d+") if part.startswith("{") else (".*" if part == "*" else re.escape(part)) for part in parts
+        fill.get(part[1], r"\d+") if part.startswith("{") else (".*" if part == "*" else re.escape(part))
+        for part in parts
     ]
     return re.compile("".join(out))
 

@@ -72,7 +72,9 @@ class LoadReport:
         rows = [(t.name, t.dtype, "x".join(map(str, t.shape)), f"{t.nbytes:,}", t.file) for t in self.tensors]
         rows += [(name, "", "", "", f"random: {name} was not read") for name in self.initialised]
         rows += [(name, "", "", "", f"skipped: {because}") for name, because in self.skipped.items()]
-        title = f"{self.family}, {self.depths} depth(s), {self.head_bytes:,} bytes of head, {self.bytes_read:,} bytes read"
+        title = (
+            f"{self.family}, {self.depths} depth(s), {self.head_bytes:,} bytes of head, {self.bytes_read:,} bytes read"
+        )
         table = render_table(title, ("tensor", "dtype", "shape", "bytes", "file"), rows, right=(2, 3))
         return "\n".join([table, *(f"notice: {notice}" for notice in self.notices)])
 
@@ -196,9 +198,7 @@ def _read_binding(
 ) -> dict[str, Tensor]:
     """Head tensors of one rule. Each is allocated once; whole natives are read in place, parts through one buffer."""
     stored = torch_dtype(index.entries[next(iter(binding.natives))].dtype)
-    filled = {
-        name: torch.empty(shape, dtype=dtype or stored, device=device) for name, shape in binding.heads.items()
-    }
+    filled = {name: torch.empty(shape, dtype=dtype or stored, device=device) for name, shape in binding.heads.items()}
     by_native: dict[str, list[Move]] = {}
     for move in binding.moves:
         by_native.setdefault(move.native, []).append(move)
@@ -222,7 +222,7 @@ def _read_native(entry: TensorEntry, moves: list[Move], filled: Mapping[str, Ten
 def _assign(head: DraftHead, name: str, value: Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     module = head.get_submodule(path)
-    if leaf in module._parameters:  # noqa: SLF001 - the only way to tell a parameter from a buffer by name
+    if isinstance(getattr(module, leaf), nn.Parameter):
         setattr(module, leaf, nn.Parameter(value, requires_grad=value.is_floating_point()))
     else:
         setattr(module, leaf, value)

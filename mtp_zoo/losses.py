@@ -118,7 +118,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 part = states[here].detach().requires_grad_(differentiate)
                 log_q = _log_probs(part, lm_head)
                 log_p = _log_probs(target_states[here].detach(), lm_head.detach())
-                loss = sum(weight * LOSSES[name](log_q, log_p, labels[here]).sum() for name, weight in mix.items())
+                parts = [weight * LOSSES[name](log_q, log_p, labels[here]).sum() for name, weight in mix.items()]
+                loss = torch.stack(parts).sum()
             if grad is not None:
                 (grad[here],) = torch.autograd.grad(loss, part)
             with torch.no_grad():

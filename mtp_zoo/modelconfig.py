@@ -90,7 +90,9 @@ class ModelConfig:
             ModelConfigError: a string, a float, a boolean, a negative number, or two places that disagree.
         """
         nested = self.raw.get(NESTED_KEY, {})
-        values = {where: place[field] for where, place in (("", self.raw), (f"{NESTED_KEY}.", nested)) if field in place}
+        values = {
+            where: place[field] for where, place in (("", self.raw), (f"{NESTED_KEY}.", nested)) if field in place
+        }
         given = {where: value for where, value in values.items() if value is not None}
         for where, value in given.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

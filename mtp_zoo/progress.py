@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 SHOW_AFTER_SECONDS = 1.0
@@ -10,7 +10,7 @@ SHOW_AFTER_SECONDS = 1.0
 
 
 @contextmanager
-def progress(label: str, *, total: int) -> Iterator[Callable[[], None]]:
+def progress(label: str, *, total: int) -> Generator[Callable[[], None]]:
     """A bar that appears once the work has taken `SHOW_AFTER_SECONDS`; yields the function that advances it by one."""
     import time
 

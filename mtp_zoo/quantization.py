@@ -32,4 +32,7 @@ def scheme_name(config: ModelConfig) -> str:
     settings = config.raw.get("quantization_config") or config.text.get("quantization_config") or {}
     method = settings.get("quant_method") or settings.get("quant_algo")
     detail = settings.get("fmt") or settings.get("format") or settings.get("quant_algo")
-    return " ".join(dict.fromkeys(str(part) for part in (method, detail) if part)) or "a scheme that config.json does not name"
+    return (
+        " ".join(dict.fromkeys(str(part) for part in (method, detail) if part))
+        or "a scheme that config.json does not name"
+    )

@@ -7,6 +7,7 @@ tests and its conformance cases need.
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -125,8 +126,7 @@ def register(family: Family) -> Family:
 
 def list_families() -> tuple[Family, ...]:
     """Every registered family, by name."""
-    import mtp_zoo.families  # noqa: F401 - importing registers the built-in families
-
+    importlib.import_module("mtp_zoo.families")  # registers the built-in families
     return tuple(_FAMILIES[name] for name in sorted(_FAMILIES))
 
 
@@ -220,7 +220,11 @@ def _no_head(family: Family, names: tuple[str, ...], config: ModelConfig) -> Hea
     declared = config.count(family.count_field) if family.count_field else None
     says = f"'{family.count_field}' declares {declared}" if declared else "its config declares none"
     expected = sum(not isinstance(rule, Skip) for rule in family.rules) * max(declared or 1, 1)
-    lost = [name for name in names if any(f".{prefix}" in name and family.claims(name.split(".", 1)[1]) for prefix in family.scope)]
+    lost = [
+        name
+        for name in names
+        if any(f".{prefix}" in name and family.claims(name.split(".", 1)[1]) for prefix in family.scope)
+    ]
     where = f" {len(lost)} tensors look like a head under another prefix, for example '{lost[0]}'." if lost else ""
     return HeadNotFoundError(
         f"Looking for the {family.name} head of {config.path.parent}: {says}, and none of its "

@@ -6,7 +6,7 @@ cast of the head, and they are cut from the graph: a head's loss does not move t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -57,7 +57,7 @@ class SharedTensors:
     @property
     def lm_head_weight(self) -> Float[Tensor, "vocab hidden"]:
         """The output projection, without a graph."""
-        return self.lm_head.weight.detach()  # pyright: ignore[reportReturnType, reportCallIssue] - a Tensor by contract
+        return cast("Tensor", self.lm_head.weight).detach()
 
     def embed(self, input_ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
         """Embeddings of the ids, without a graph."""

@@ -44,20 +44,16 @@ def target_states(target: Any, tokens: TokenBatch, spec: HeadSpec) -> Float[Tens
 
 
 def _by_document(model: Any, tokens: TokenBatch) -> Tensor:
-    spans = _document_spans(tokens)
-    out: Tensor | None = None
-    for group in _batches(spans, budget=tokens.input_ids.numel()):
+    hidden = model.config.get_text_config().hidden_size
+    out = torch.zeros(*tokens.shape, hidden, device=tokens.input_ids.device, dtype=model.dtype)
+    for group in _batches(_document_spans(tokens), budget=tokens.input_ids.numel()):
         longest = max(stop - start for _, start, stop in group)
         ids = tokens.input_ids.new_zeros(len(group), longest)
         for line, (row, start, stop) in enumerate(group):
             ids[line, : stop - start] = tokens.input_ids[row, start:stop]
         states = model(input_ids=ids, use_cache=False).last_hidden_state
-        out = states.new_zeros(*tokens.shape, states.shape[-1]) if out is None else out
         for line, (row, start, stop) in enumerate(group):
             out[row, start:stop] = states[line, : stop - start]
-    if out is None:
-        hidden = model.config.get_text_config().hidden_size
-        return torch.zeros(*tokens.shape, hidden, device=tokens.input_ids.device, dtype=model.dtype)
     return out
 
 

@@ -130,7 +130,13 @@ def test_counts_and_rates_on_a_literal_table() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "loops"),
-    [([1, 2, 3, 3, 3], True), ([9, 1, 2, 1, 2, 1, 2], True), ([1, 2, 1, 2, 1], False), ([1, 2], False), ([3, 3], False)],
+    [
+        ([1, 2, 3, 3, 3], True),
+        ([9, 1, 2, 1, 2, 1, 2], True),
+        ([1, 2, 1, 2, 1], False),
+        ([1, 2], False),
+        ([3, 3], False),
+    ],
 )
 def test_loops_at_the_end_are_seen(tokens: list[int], loops: bool) -> None:
     assert ends_in_loop(tokens) is loops

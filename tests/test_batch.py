@@ -150,7 +150,9 @@ def test_placeholder_tokens_never_enter_a_depth() -> None:
 
 
 def test_rows_with_equal_stretches_share_a_segment() -> None:
-    tokens = TokenBatch.from_rows([[([1, 2, 3], [True] * 3)], [([4, 5], [True] * 2)], [([6], [True]), ([7, 8], [True] * 2)]])
+    tokens = TokenBatch.from_rows(
+        [[([1, 2, 3], [True] * 3)], [([4, 5], [True] * 2)], [([6], [True]), ([7, 8], [True] * 2)]]
+    )
     assert tokens.segments == (Segment((0, 1), 0, 3), Segment((2,), 0, 1), Segment((2,), 1, 3))
 
 
@@ -182,9 +184,7 @@ def test_slots_equal_a_plain_loop_over_documents(rows: list[list[list[bool]]], p
     length = max(sum(len(ids) for ids, _ in docs) for docs in packed) + pad
     tokens = TokenBatch.from_rows(packed, length=length)
     slots = tokens.slots(depth)
-    found = [
-        (b, t, int(slots.input_ids[b, t]), int(slots.labels[b, t])) for b, t in slots.gate.nonzero().tolist()
-    ]
+    found = [(b, t, int(slots.input_ids[b, t]), int(slots.labels[b, t])) for b, t in slots.gate.nonzero().tolist()]
     expected = []
     for b, docs in enumerate(packed):
         start = 0

@@ -134,7 +134,11 @@ def test_values_and_gradients_equal_the_dense_mask(kernel: str, monkeypatch: pyt
     torch.testing.assert_close(lean_input, dense_input, atol=FP32_GRADIENT * float(dense_input.abs().max()), rtol=0)
     for name, grad in dense_grads.items():
         torch.testing.assert_close(
-            lean_grads[name], grad, atol=FP32_GRADIENT * float(grad.abs().max()), rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+            lean_grads[name],
+            grad,
+            atol=FP32_GRADIENT * float(grad.abs().max()),
+            rtol=0,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
@@ -226,9 +230,7 @@ def test_zeroing_the_first_embedding_follows_the_engine() -> None:
     assert torch.equal(head(tokens, hidden, depths=1)[0].normed, states["vllm"])
 
 
-@pytest.mark.parametrize(
-    ("depths", "rollout", "shape"), [(0, None, (4, 12)), (1, "tree", (4, 12)), (1, None, (4, 11))]
-)
+@pytest.mark.parametrize(("depths", "rollout", "shape"), [(0, None, (4, 12)), (1, "tree", (4, 12)), (1, None, (4, 11))])
 def test_what_can_not_be_rolled_out_is_refused(depths: int, rollout: Any, shape: tuple[int, int]) -> None:
     with pytest.raises(ObjectiveError, match="Rolling out"):
         tiny_head()(packed_batch(), torch.zeros(*shape, HIDDEN), depths=depths, rollout=rollout)

@@ -15,7 +15,9 @@ def command(
         "demo-out"
     ),
     seed: Annotated[int, typer.Option(help="Seed of the fine-tune and of the head's training.")] = 0,
-    short: Annotated[bool, typer.Option("--short", help="Fewer steps and prompts; for a quick check of the machinery.")] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="Fewer steps and prompts; for a quick check of the machinery.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Fine-tune a small model, watch its head go stale, train and export the head, and measure each stage."""

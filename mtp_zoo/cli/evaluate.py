@@ -53,7 +53,8 @@ def command(
     loaded = load_head(head or checkpoint, dtype=precision, device=device)
     root = CheckpointIndex.open(checkpoint).root
     ids = _prompt_ids(root, prompts, prompt or [])
-    target = AutoModelForCausalLM.from_pretrained(root, dtype=precision).to(device).eval()
+    target: Any = AutoModelForCausalLM.from_pretrained(root, dtype=precision)
+    target.to(device).eval()
     measure = acceptance.replay if replay else acceptance.speculate
     report = measure(target, loaded, ids, k=k, max_new_tokens=max_new_tokens, eos=_eos(target))
     show(report.as_dict(), _text(report), as_json=as_json)
@@ -79,7 +80,9 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"Reading prompts from {path}: {error}.", remedy="Point at a UTF-8 file of JSON lines.") from error
+        raise DataError(
+            f"Reading prompts from {path}: {error}.", remedy="Point at a UTF-8 file of JSON lines."
+        ) from error
     rows: list[dict[str, Any]] = []
     wrong: list[str] = []
     for number, line in enumerate(lines, start=1):

@@ -26,5 +26,7 @@ def command(
     quiet_transformers()
     report = export(load_head(head or base), base=base, out=out, copy=copy)
     data = {**dataclasses.asdict(report), "out": str(report.out)}
-    text = "\n".join(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}" for name, value in data.items())
+    text = "\n".join(
+        f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}" for name, value in data.items()
+    )
     show(data, text, as_json=as_json)

@@ -21,8 +21,12 @@ def write_page(story: Story) -> None:
     )
     headers = ("stage", "prompts", "accept rate", "accept length", "std. error", "outputs that loop", "one block")
     report.table(headers, story.rows())
-    report.figure(_stages(story), f"Accept length with {DEPTHS} drafted tokens a step (1 is no speed-up, {DEPTHS + 1} the most).")
-    report.figure(_training(story), "Training of the head: loss, and how often each depth's first choice is the target's.")
+    report.figure(
+        _stages(story), f"Accept length with {DEPTHS} drafted tokens a step (1 is no speed-up, {DEPTHS + 1} the most)."
+    )
+    report.figure(
+        _training(story), "Training of the head: loss, and how often each depth's first choice is the target's."
+    )
     report.text(f"Strict load of the fine-tuned checkpoint: {story.refusal}")
     report.text(
         f"The real draft/verify loop on {len(story.loop.prompts)} prompts of the last stage gave accept length "
