@@ -12,9 +12,10 @@ import pytest
 
 from mtp_zoo.errors import VerificationError
 from mtp_zoo.exporter import export
+from mtp_zoo.index_file import encode_index
 from mtp_zoo.loader import load_head
 from mtp_zoo.overlay import Overlay
-from tests.exporting import CONFIG, LAST, ONE, TENSORS, TWO, make_base
+from tests.exporting import CONFIG, FC, LAST, ONE, TENSORS, TWO, make_base
 from tests.tiny import tiny_config, write_checkpoint
 
 
@@ -67,4 +68,21 @@ def test_declaration_that_disagrees_with_the_files_is_caught(
     right = write_checkpoint(base.parent / "right", CONFIG, TENSORS)
     with pytest.raises(VerificationError, match="declares 2 depths, the files hold 1, the head has 1"):
         export(load_head(right), base, out)
+    assert not out.exists()
+
+
+def test_shard_that_was_not_written_is_caught(base: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Overlay, "link", lambda *args: None)
+    with pytest.raises(VerificationError, match=f"{ONE}: not on disk"):
+        export(load_head(base), base, out)
+    assert not out.exists()
+
+
+def test_index_that_leaves_a_tensor_out_is_caught(base: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shorter(weight_map: dict[str, str], metadata: dict[str, object]) -> str:
+        return encode_index({name: file for name, file in weight_map.items() if name != FC}, metadata)
+
+    monkeypatch.setattr("mtp_zoo.exporter.encode_index", shorter)
+    with pytest.raises(VerificationError, match="the index differs from the plan"):
+        export(load_head(base), base, out)
     assert not out.exists()

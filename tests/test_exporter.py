@@ -299,3 +299,18 @@ def test_linked_folder_is_copied_as_files(base: Path, out: Path, tmp_path: Path)
     export(load_head(base), base, out)
     assert (out / "templates" / "chat.jinja").read_text() == "{{ x }}"
     assert not (out / "templates").is_symlink()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_transformers_opens_the_output_and_finds_the_bases_trunk(tmp_path: Path, out: Path, nested: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(nested=nested, tied=False)
+    tensors = tiny_tensors(config, prefix="model.language_model." if nested else "model.")
+    base = write_checkpoint(tmp_path / "base", config, tensors)
+    export(train(load_head(base)), base, out)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        original, exported = (AutoModelForCausalLM.from_pretrained(path)(input_ids=ids).logits for path in (base, out))
+    assert torch.equal(original, exported)
+    assert original.float().std() > 0.1, "the trunk was read, not made up"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from mtp_zoo.errors import BrokenCheckpointError, UnsafeCheckpointError, Unsuppo
 from mtp_zoo.safetensors_header import DTYPES, HEADER_LIMIT, encode_header, read_header, stored_dtype, torch_dtype
 
 FILE = "model.safetensors"
-HEADER_SECONDS = 2.0
-"""CPU time allowed for 60,000 names; json alone takes a quarter of what is used."""
 
 
 def row(dtype: object = "BF16", shape: object = (2,), offsets: object = (0, 4)) -> dict[str, object]:
@@ -142,16 +139,6 @@ def test_header_over_the_limit_is_refused_also_where_the_file_is_that_large(tmp_
         file.truncate(HEADER_LIMIT + 4096)  # sparse: takes no space
     with pytest.raises(UnsafeCheckpointError, match=f"limit is {HEADER_LIMIT}"):
         read_header(tmp_path, FILE)
-
-
-def test_sixty_thousand_names_are_read_in_two_seconds(tmp_path: Path) -> None:
-    """https://github.com/safetensors/safetensors/issues/668"""
-    names = [f"model.layers.{k // 300}.mlp.experts.{k % 300}.down_proj.weight" for k in range(60_000)]
-    write_raw(tmp_path, {name: row("U8", [1], [k, k + 1]) for k, name in enumerate(names)}, bytes(60_000))
-    began = time.process_time()
-    header = read_header(tmp_path, FILE)
-    assert time.process_time() - began < HEADER_SECONDS
-    assert [entry.name for entry in header.entries] == names
 
 
 def test_encoded_header_is_read_back_by_safetensors(tmp_path: Path) -> None:
