@@ -43,18 +43,14 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        template = tokenizer.chat_template
-        if template is None:
-            raise ChatTemplateError(
-                "Rendering chat messages: the tokenizer has no chat template.",
-                remedy="Add chat_template.jinja next to the tokenizer's files, or give plain text and data.text_field.",
-            )
+        _require_template(tokenizer)
         if not tokenizer.is_fast:
             raise ChatTemplateError(
                 f"Rendering chat messages: {type(tokenizer).__name__} does not say which characters a token covers.",
                 remedy="Use a tokenizer with a tokenizer.json.",
             )
         self.tokenizer = tokenizer
+        # of several named templates, transformers picks the one for plain messages
         self.has_blocks = bool(GENERATION_BLOCK.search(tokenizer.get_chat_template()))
         self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
@@ -76,10 +72,7 @@ class ChatEncoder:
                 return [self._encode_blocks(messages[: turns[-1] + 1])]
             return [self._encode_spans(text, spans) for text, spans in self._rows(messages, turns)]
         except (TemplateError, ValueError, TypeError) as error:
-            raise ChatTemplateError(
-                f"Rendering chat messages: the template refuses them ({error}).",
-                remedy="Give the roles and the order that the template expects.",
-            ) from error
+            raise _refused(error) from error
 
     def _encode_blocks(self, messages: Sequence[Message]) -> Encoded:
         rendered: Any = self.tokenizer.apply_chat_template(
@@ -139,6 +132,37 @@ class ChatEncoder:
             if str(self.tokenizer.decode([ids[slot]])).strip():
                 break
         return stop + 1 if stop < len(ids) and ids[stop] == follower else stop
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """Token ids of messages and the generation prompt behind them: what a server feeds a model that is to answer.
+
+    Raises:
+        ChatTemplateError: the tokenizer has no chat template, or it refuses the messages.
+    """
+    _require_template(tokenizer)
+    try:
+        rendered: Any = tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, add_generation_prompt=True
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        raise _refused(error) from error
+    return list(rendered["input_ids"])
+
+
+def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.chat_template is None:
+        raise ChatTemplateError(
+            "Rendering chat messages: the tokenizer has no chat template.",
+            remedy="Add chat_template.jinja next to the tokenizer's files, or give plain text instead of messages.",
+        )
+
+
+def _refused(error: Exception) -> ChatTemplateError:
+    return ChatTemplateError(
+        f"Rendering chat messages: the template refuses them ({error}).",
+        remedy="Give the roles and the order that the template expects.",
+    )
 
 
 def _tail(text: str, length: int = 60) -> str:

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 
 from mtp_zoo.errors import SettingsError
@@ -36,6 +45,7 @@ NotNegative: TypeAlias = Annotated[float, BeforeValidator(_no_bool), Field(ge=0)
 Share: TypeAlias = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, lt=1)]
 UpToOne: TypeAlias = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)]
 Decay: TypeAlias = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
+Place: TypeAlias = Annotated[Path, AfterValidator(Path.expanduser)]
 LossName: TypeAlias = Literal["kl", "ce"]
 Tracker: TypeAlias = Literal[
     "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
@@ -51,7 +61,7 @@ class Section(BaseModel):
 class DataConfig(Section):
     """What is learnt from."""
 
-    path: Path = Field(
+    path: Place = Field(
         description="A .jsonl file, or a directory written by datasets' `save_to_disk`.", json_schema_extra=RESUME_FREE
     )
     kind: Literal["jsonl", "dataset"] = Field(default="jsonl", description="What `path` (and `eval_path`) is.")
@@ -63,7 +73,7 @@ class DataConfig(Section):
         description="Field that holds chat messages (a list of {role, content}); rendered with the tokenizer's chat "
         "template, and only the tokens that the assistant wrote are learnt. Give this or text_field.",
     )
-    eval_path: Path | None = Field(
+    eval_path: Place | None = Field(
         default=None, description="Held-out data of the same kind and fields.", json_schema_extra=RESUME_FREE
     )
     eval_fraction: Share | None = Field(
@@ -159,11 +169,11 @@ class TrainConfig(Section):
         min_length=1,
         description="Checkpoint to train: a directory, or a repository id that is in the Hugging Face cache.",
     )
-    out: Path = Field(
+    out: Place = Field(
         description="Directory for the servable checkpoint, written at the end. Must not exist.",
         json_schema_extra=RESUME_FREE,
     )
-    run_dir: Path = Field(
+    run_dir: Place = Field(
         description="Directory for training checkpoints, metrics.jsonl and report.html. Must not exist, unless a "
         "run is resumed.",
         json_schema_extra=RESUME_FREE,

@@ -1,0 +1,32 @@
+"""Accelerate: processes, devices, autocast and trackers of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from mtp_zoo.errors import SettingsError
+from mtp_zoo.training.config import TrainConfig
+
+
+def make_accelerator(config: TrainConfig) -> Accelerator:
+    """The accelerator of a run. It accumulates nothing: the trainer counts tokens over the whole step."""
+    precision = {"bf16": "bf16", "fp32": "no"}[config.precision]
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:  # pyright: ignore[reportPrivateUsage] - accelerate has no public way to begin a second run with another precision in one process
+        AcceleratorState._reset_state()  # pyright: ignore[reportPrivateUsage] - the same
+    return Accelerator(
+        mixed_precision=precision, log_with=list(config.trackers) or None, project_dir=str(config.run_dir)
+    )
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Accelerate leaves out the trackers that are not installed without a word."""
+    absent = [name for name in names if importlib.util.find_spec(name) is None]
+    if absent:
+        raise SettingsError(
+            f"Preparing the trackers: {', '.join(absent)} can't be imported.",
+            remedy=f"Install them (pip install {' '.join(absent)}), or take them out of trackers.",
+        )
