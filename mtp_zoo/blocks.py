@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mtp_zoo.errors import ModelConfigError
 from mtp_zoo.modelconfig import ModelConfig
@@ -55,26 +56,44 @@ class BlockSource:
         """The transformers config under which `layer(config, 0)` is the family's block.
 
         Raises:
-            ModelConfigError: no RoPE base frequency is given anywhere, or transformers refuses a value.
+            ModelConfigError: RoPE settings are missing or contradict each other, or transformers refuses a value.
         """
         text = {key: value for key, value in config.text.items() if key not in NOT_FOR_THE_BLOCK}
         text["rope_parameters"] = _rope_parameters(text, self.layer_type, config)
         text.pop("rope_scaling", None)
-        try:
-            built = self.load_class(self.config, "configuration")(
-                **text, num_hidden_layers=1, layer_types=[self.layer_type]
-            )
-        except (TypeError, ValueError) as error:
-            raise ModelConfigError(
-                f"Building the block of {config.path}: transformers refuses the config ({error}).",
-                remedy="Correct the named field in config.json.",
-            ) from error
+        made = self.load_class(self.config, "configuration")
+        with _config_errors(config):
+            built = made(**text, num_hidden_layers=1, layer_types=[self.layer_type])
         built._attn_implementation = ATTENTION
         return built
 
     def build(self, config: ModelConfig) -> BlockFactory:
-        """What makes this family's layers and norms for one checkpoint."""
-        return BlockFactory(self, self.build_config(config))
+        """What makes this family's layers and norms for one checkpoint.
+
+        Raises:
+            ModelConfigError: see `build_config`; also where a layer can't be made from the config.
+        """
+        import torch
+
+        factory = BlockFactory(self, self.build_config(config))
+        with _config_errors(config), torch.device("meta"):
+            factory.layer()
+            factory.rotary()
+        return factory
+
+
+@contextmanager
+def _config_errors(config: ModelConfig) -> Generator[None, None, None]:
+    """Whatever transformers raises about a config, in words that name the file."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError) as error:
+        raise ModelConfigError(
+            f"Building the block of {config.path}: transformers refuses the config ({type(error).__name__}: {error}).",
+            remedy="Correct the named field in config.json.",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -146,22 +165,37 @@ class BlockFactory:
 
 
 def _rope_parameters(text: Mapping[str, Any], layer_type: str, config: ModelConfig) -> dict[str, Any]:
-    """RoPE settings from wherever config.json keeps them: rope_parameters (plain or by layer type) or top-level fields.
+    """RoPE settings from wherever config.json keeps them: rope_parameters (plain or by layer type), its older name
+    rope_scaling, or top-level fields. Places that disagree are an error: readers differ in which one they take.
 
-    A missing base frequency is an error: transformers would take 10,000, and every position would be wrong.
+    A missing base frequency is an error too: transformers would take 10,000, and every position would be wrong.
     """
-    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    rope = copy.deepcopy(dict(given.get(layer_type, given)))
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if key in text:
-            rope.setdefault(key, text[key])
-    if "type" in rope:
-        rope.setdefault("rope_type", rope.pop("type"))
-    rope.setdefault("rope_type", "default")
-    if not isinstance(rope.get("rope_theta"), (int, float)):
-        raise ModelConfigError(
-            f"Building the block of {config.path}: expected rope_theta in rope_parameters or beside it, got "
-            f"{rope.get('rope_theta')!r}.",
-            remedy="Add the base frequency that the model was trained with.",
-        )
-    return rope
+    rope: dict[str, Any] = {}
+    for place, settings in _rope_places(text, layer_type).items():
+        if not isinstance(settings, dict):
+            raise _rope_error(config, f"expected {place} to be an object, got {settings!r}")
+        for key, value in cast("dict[str, Any]", settings).items():
+            key = "rope_type" if key == "type" else key
+            if value is not None and rope.setdefault(key, value) != value:
+                raise _rope_error(config, f"{key} is {rope[key]!r} in one place and {value!r} in {place}")
+    theta = rope.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+        raise _rope_error(config, f"expected rope_theta > 0 in rope_parameters or beside it, got {theta!r}")
+    return {"rope_type": "default", **copy.deepcopy(rope)}
+
+
+def _rope_places(text: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
+    beside = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if key in text}
+    given = {place: text[place] for place in ("rope_parameters", "rope_scaling") if text.get(place) is not None}
+    inner = {
+        place: settings.get(layer_type, settings) if isinstance(settings, dict) else settings
+        for place, settings in given.items()
+    }
+    return {**inner, "the config itself": beside}
+
+
+def _rope_error(config: ModelConfig, found: str) -> ModelConfigError:
+    return ModelConfigError(
+        f"Building the block of {config.path}: {found}.",
+        remedy="Give the RoPE settings that the model was trained with, in one place.",
+    )

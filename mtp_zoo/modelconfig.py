@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class ModelConfig:
         """Read `directory`/config.json.
 
         Raises:
-            ModelConfigError: the file is missing, is not JSON, or is not an object with a model_type.
+            ModelConfigError: the file is missing, can't be read, is not JSON, or is no object.
         """
         path = directory / "config.json"
         remedy = "Point at the directory that holds the model's config.json, or restore that file."
@@ -42,8 +42,8 @@ class ModelConfig:
             raise ModelConfigError(f"Reading the model configuration: {path} does not exist.", remedy=remedy)
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ModelConfigError(f"Reading {path}: not JSON ({error}).", remedy=remedy) from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelConfigError(f"Reading {path}: it can't be read as JSON ({error}).", remedy=remedy) from error
         if not isinstance(raw, dict):
             raise ModelConfigError(f"Reading {path}: expected an object, got {type(raw).__name__}.", remedy=remedy)
         nested = raw.get(NESTED_KEY, {})
@@ -74,14 +74,12 @@ class ModelConfig:
 
     @property
     def tied(self) -> bool:
-        """Whether the config says that lm_head is the embedding (transformers' default is true for no entry)."""
-        return bool(self.text.get("tie_word_embeddings", False))
+        """Whether the config says that lm_head is the embedding; one that says nothing means that it is not.
 
-    def where(self, field: str) -> tuple[str, ...] | None:
-        """Path of `field`: `("text_config", field)`, `(field,)`, or None where neither holds it."""
-        if self.is_nested and field in self.raw[NESTED_KEY]:
-            return (NESTED_KEY, field)
-        return (field,) if field in self.raw else None
+        Raises:
+            ModelConfigError: no boolean, or two places that disagree: transformers reads the outer, engines the inner.
+        """
+        return bool(self._agreed("tie_word_embeddings", "true, false", lambda value: isinstance(value, bool)))
 
     def count(self, field: str) -> int | None:
         """A non-negative count, or None where it is absent or null.
@@ -89,31 +87,35 @@ class ModelConfig:
         Raises:
             ModelConfigError: a string, a float, a boolean, a negative number, or two places that disagree.
         """
-        nested = self.raw.get(NESTED_KEY, {})
-        values = {
-            where: place[field] for where, place in (("", self.raw), (f"{NESTED_KEY}.", nested)) if field in place
-        }
-        given = {where: value for where, value in values.items() if value is not None}
+        return self._agreed(field, "an integer >= 0", lambda value: type(value) is int and value >= 0)
+
+    def _agreed(self, field: str, expected: str, valid: Callable[[Any], bool]) -> Any | None:
+        """The one value of `field` in the places that hold it, nulls left out."""
+        given = {where: place[field] for where, place in self._places(self.raw) if place.get(field) is not None}
         for where, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if not valid(value):
                 raise ModelConfigError(
-                    f"Reading {self.path}: expected '{where}{field}' to be an integer >= 0 or null, got {value!r}.",
-                    remedy=f"Set '{where}{field}' to the number of depths that the checkpoint ships.",
+                    f"Reading {self.path}: expected '{where}{field}' to be {expected} or null, got {value!r}.",
+                    remedy=f"Set '{where}{field}' to what the checkpoint holds.",
                 )
         if len(set(given.values())) > 1:
             raise ModelConfigError(
                 f"Reading {self.path}: '{field}' is {given[f'{NESTED_KEY}.']} in {NESTED_KEY} and {given['']} outside it.",
-                remedy=f"Keep '{field}' in {NESTED_KEY} only.",
+                remedy="Give both places the same value.",
             )
         return next(iter(given.values()), None)
 
+    def _places(self, raw: Any) -> list[tuple[str, Any]]:
+        """Where the language model's fields may stand in `raw`, by the prefix that messages give them; innermost last."""
+        return [("", raw), (f"{NESTED_KEY}.", raw[NESTED_KEY])] if self.is_nested else [("", raw)]
+
     def with_value(self, field: str, value: object) -> dict[str, Any]:
-        """A deep copy of the whole config in which `field` is `value`, in the place where it was.
+        """A deep copy of the whole config in which `field` is `value`, in every place that held it.
 
         A field that stood nowhere goes under `text_config` where there is one, else to the top level.
         """
         patched = copy.deepcopy(dict(self.raw))
-        where = self.where(field) or ((NESTED_KEY, field) if self.is_nested else (field,))
-        place = patched[NESTED_KEY] if len(where) == 2 else patched
-        place[field] = value
+        places = [place for _, place in self._places(patched)]
+        for place in [place for place in places if field in place] or places[-1:]:
+            place[field] = value
         return patched

@@ -20,8 +20,8 @@ from mtp_zoo.errors import (
     UnknownFamilyError,
     UnresolvedFamilyError,
 )
-from mtp_zoo.keymap import Rule, Skip, claims
 from mtp_zoo.modelconfig import ModelConfig
+from mtp_zoo.rules import Rule, Skip, Stack, claims
 from mtp_zoo.spec import HeadSpec
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class Family:
         name: the family's name in this library.
         model_types: values of `model_type` (of the language model or of the whole) that the family covers.
         count_field: config field that declares the number of depths, or None where the family has no such field.
-        scope: native name prefixes that belong to the head and to nothing else; may hold `{n}`.
-        layer: native prefix of one depth's block, with `{d}` or `{n}`; depths are counted by it.
+        scope: native name prefixes that belong to the head and to nothing else.
+        layer: native prefix of one depth's block, with `{d}`; depths are counted by it.
         shared_parts: canonical parts of depth 0 that every depth uses (an MTP stack with a single fusion).
         spec: the conventions that shapes cannot show.
         rules: the key map.
@@ -80,11 +80,15 @@ class Family:
         """Whether some rule, at some depth and expert, names this tensor."""
         return any(claims(rule, name) for rule in self.rules)
 
+    def depth_numbers(self, names: Iterable[str]) -> frozenset[int]:
+        """0-based depths whose block tensors are among `names`; of a whole head 0, 1, .. without a gap."""
+        # No head has a billion depths, and a longer number may be more than int() takes.
+        pattern = re.compile(re.escape(self.layer).replace(r"\{d\}", "([0-9]{1,9})"))
+        return frozenset(int(match.group(1)) for name in names if (match := pattern.match(name)))
+
     def depths_on_disk(self, names: Iterable[str]) -> int:
-        """Number of depths whose block tensors are among `names` (highest index + 1)."""
-        pattern = re.compile(re.escape(self.layer).replace(r"\{d\}", r"(\d+)"))
-        found = [int(match.group(1)) for name in names if (match := pattern.match(name))]
-        return max(found, default=-1) + 1
+        """Number of depths that have a block tensor among `names`."""
+        return len(self.depth_numbers(names))
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,7 @@ def resolve_family(names: Iterable[str], config: ModelConfig) -> Family:
     """
     names = tuple(names)
     families = list_families()
-    by_type = [family for family in families if set(family.model_types) & set(config.model_types)]
+    by_type = [family for name in config.model_types for family in families if name in family.model_types]
     fits = [family for family in families if _fits(family, names)]
     agreed = [family for family in fits if family in by_type]
     if len(agreed) == 1:
@@ -201,7 +205,14 @@ def _fits(family: Family, names: tuple[str, ...]) -> bool:
 
 def _count(family: Family, scoped: tuple[str, ...], config: ModelConfig) -> tuple[int, tuple[str, ...]]:
     """Depths on disk, checked against the declaration. Tensors outside any block count as one damaged depth."""
-    found = family.depths_on_disk(scoped) or 1
+    numbers = sorted(family.depth_numbers(scoped)) or [0]
+    found = len(numbers)
+    if numbers[-1] != found - 1:
+        raise HeadCountError(
+            f"Counting the depths of {config.path.parent}: expected '{family.layer}' numbered from 0 without a gap, "
+            f"found {numbers}.",
+            remedy="Restore the missing depths from the original checkpoint.",
+        )
     if family.count_field is None:
         return found, ()
     declared = config.count(family.count_field)
@@ -219,16 +230,27 @@ def _count(family: Family, scoped: tuple[str, ...], config: ModelConfig) -> tupl
 def _no_head(family: Family, names: tuple[str, ...], config: ModelConfig) -> HeadNotFoundError:
     declared = config.count(family.count_field) if family.count_field else None
     says = f"'{family.count_field}' declares {declared}" if declared else "its config declares none"
-    expected = sum(not isinstance(rule, Skip) for rule in family.rules) * max(declared or 1, 1)
-    lost = [
-        name
-        for name in names
-        if any(f".{prefix}" in name and family.claims(name.split(".", 1)[1]) for prefix in family.scope)
-    ]
-    where = f" {len(lost)} tensors look like a head under another prefix, for example '{lost[0]}'." if lost else ""
+    lost = [name for name in names if any(map(family.claims, _behind_prefixes(name, family)))]
+    where = f" {len(lost)} tensors look like a head under another prefix, for example '{min(lost)}'." if lost else ""
     return HeadNotFoundError(
         f"Looking for the {family.name} head of {config.path.parent}: {says}, and none of its "
-        f"{expected} tensors ({', '.join(family.scope)}*) is on disk.{where}",
+        f"{_expected(family, declared or 1)} tensors ({', '.join(family.scope)}*) is on disk.{where}",
         remedy="Take the head from the original checkpoint (training tools drop it on save), "
         'or ask for a new one with init="random".',
     )
+
+
+def _behind_prefixes(name: str, family: Family) -> list[str]:
+    """What `name` would be in the family's scope if something were cut off its front."""
+    return [name[at + 1 :] for prefix in family.scope if (at := name.find(f".{prefix}")) >= 0]
+
+
+def _expected(family: Family, depths: int) -> int:
+    """Number of native tensors of a head, experts not counted apart."""
+    templates = [
+        template
+        for rule in family.rules
+        if not isinstance(rule, Skip)
+        for template in (rule.native if isinstance(rule, Stack) else (rule.native,))
+    ]
+    return sum(depths if "{d}" in template else 1 for template in templates)
