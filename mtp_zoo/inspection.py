@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry
-from mtp_zoo.errors import MTPZooError, SharedTensorError
+from mtp_zoo.errors import MTPZooError
 from mtp_zoo.registry import Family, Resolution, resolve, resolve_family
 
 
@@ -109,9 +109,9 @@ def _shared(index: CheckpointIndex, family: Family) -> tuple[dict[str, Any], lis
 
     try:
         names = shared_names(index, family)
-    except SharedTensorError as error:
-        return {}, [error.message]
-    entries = {role: index.entries[name] for role, name in names.items()}
+        entries = dict(zip(names, index.require(names.values()), strict=True))
+    except MTPZooError as error:
+        return {}, [error.message, *map(str, error.problems)]
     shared: dict[str, Any] = {
         role: {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "file": e.file} for role, e in entries.items()
     }

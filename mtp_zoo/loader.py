@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
 from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry, TensorReader, stored_dtype, torch_dtype
-from mtp_zoo.errors import HeadCountError, SharedTensorError
+from mtp_zoo.errors import HeadCountError, SettingsError, SharedTensorError
 from mtp_zoo.head import DraftHead
-from mtp_zoo.keymap import Binding, KeyMap, LoadPlan, Move
+from mtp_zoo.keymap import FLOAT_DTYPES, Binding, KeyMap, LoadPlan, Move
 from mtp_zoo.progress import progress
 from mtp_zoo.quantization import refuse_quantized
 from mtp_zoo.registry import Family, Resolution, get_family, resolve, resolve_family
@@ -70,7 +70,7 @@ class LoadReport:
         from mtp_zoo.tables import render_table
 
         rows = [(t.name, t.dtype, "x".join(map(str, t.shape)), f"{t.nbytes:,}", t.file) for t in self.tensors]
-        rows += [(name, "", "", "", f"random: {name} was not read") for name in self.initialised]
+        rows += [(name, "", "", "", "random, not read") for name in self.initialised]
         rows += [(name, "", "", "", f"skipped: {because}") for name, because in self.skipped.items()]
         title = (
             f"{self.family}, {self.depths} depth(s), {self.head_bytes:,} bytes of head, {self.bytes_read:,} bytes read"
@@ -114,28 +114,40 @@ def load_head(
         dtype: cast to this dtype; None keeps every tensor as stored. `torch.float32` gives master weights for training.
         device: where the head lives.
         init: "random" makes a new head instead of reading one, by transformers' rule, from `seed`.
-        depths: number of depths of a new head; only with `init="random"`.
+        depths: number of depths of a new head; only with `init="random"`. None takes what the config declares, or 1.
 
     Returns:
         The head; `head.report` says what was read.
 
     Raises:
+        SettingsError: `init` or `dtype` is none of those above.
         CheckpointError: the files can't be read as a checkpoint.
         UnresolvedFamilyError, HeadNotFoundError, HeadCountError, HeadMismatchError: see `mtp_zoo.errors`.
         UnsupportedQuantizationError: the head is stored quantised.
     """
+    _check_request(source, dtype, init, depths)
     index = CheckpointIndex.open(source)
     chosen = get_family(family) if isinstance(family, str) else family
     if init == "random":
-        head = _new_head(index, chosen or resolve_family(index.names, index.config), depths or 1, dtype, device, seed)
-    elif depths is not None:
-        raise HeadCountError(
-            f"Loading the head of {index.root}: got depths={depths}, but the checkpoint decides.",
-            remedy='Leave depths out, or ask for a new head with init="random".',
-        )
+        head = _new_head(index, chosen or resolve_family(index.names, index.config), depths, dtype, device, seed)
     else:
         head = _stored_head(index, resolve(index.names, index.config, family=chosen), dtype, device)
     return head if target is None else head.attach(target)
+
+
+def _check_request(source: str | Path, dtype: torch.dtype | None, init: str, depths: int | None) -> None:
+    if init not in get_args(Init) or dtype not in (None, *map(torch_dtype, FLOAT_DTYPES)):
+        raise SettingsError(
+            f"Loading the head of {source}: expected init to be one of {get_args(Init)} and dtype to be a float dtype "
+            f"or None, got {init!r} and {dtype}.",
+            remedy='Leave both out to get what the checkpoint stores, or ask for init="random".',
+        )
+    if depths is not None and (init != "random" or depths < 1):
+        raise HeadCountError(
+            f'Loading the head of {source}: expected depths >= 1 with init="random" and none otherwise (the checkpoint '
+            f"decides), got {depths} with init={init!r}.",
+            remedy='Leave depths out, or ask for a new head with init="random".',
+        )
 
 
 def plan_head(index: CheckpointIndex, resolution: Resolution) -> tuple[DraftHead, LoadPlan]:
@@ -148,7 +160,7 @@ def plan_head(index: CheckpointIndex, resolution: Resolution) -> tuple[DraftHead
     family = resolution.family
     index.check(family.in_scope)
     entries = index.require(resolution.names)
-    refuse_quantized(entries, index.config, family)
+    refuse_quantized(entries, index.config, f"{family.name} head")
     head = DraftHead(family, index.config, depths=resolution.depths, device="meta")
     return head, key_map(head).plan(entries)
 
@@ -231,15 +243,16 @@ def _assign(head: DraftHead, name: str, value: Tensor) -> None:
 def _new_head(
     index: CheckpointIndex,
     family: Family,
-    depths: int,
+    depths: int | None,
     dtype: torch.dtype | None,
     device: torch.device | str,
     seed: int,
 ) -> DraftHead:
-    """A head with random weights, stored as the embedding is stored when it is exported."""
-    head = DraftHead(family, index.config, depths=depths)
+    """A head with random weights; an export stores it in the dtype of most of the trunk."""
+    declared = index.config.count(family.count_field) if family.count_field else None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        head = DraftHead(family, index.config, depths=depths or declared or 1)
         head.factory.initialise(head)
     bindings = key_map(head).default_bindings()
     stored = _trunk_dtype(index)
@@ -248,7 +261,7 @@ def _new_head(
     head.report = LoadReport(
         source=index.source,
         family=family.name,
-        depths=depths,
+        depths=head.num_depths,
         tensors=(),
         skipped=dict.fromkeys(ignored, 'init="random" was asked for'),
         initialised=tuple(head.weights()),
@@ -278,24 +291,47 @@ def load_shared(
     """Read the embedding, the lm_head and the final norm of a checkpoint, for callers without the target in memory.
 
     Raises:
-        SharedTensorError: one of them is missing, or the config says untied and there is no lm_head.
+        CheckpointError: the files can't be read as a checkpoint, or one that holds a shared tensor is damaged.
+        SharedTensorError: one of them is missing or misshapen, or the config says untied and there is no lm_head.
+        UnsupportedQuantizationError: one of them is stored quantised.
     """
     index = CheckpointIndex.open(source)
     chosen = get_family(family) if isinstance(family, str) else (family or resolve_family(index.names, index.config))
     names = shared_names(index, chosen)
     wanted = dict.fromkeys(names.values())
     index.check(wanted.__contains__)
+    entries = index.require(wanted)
+    refuse_quantized(entries, index.config, "shared tensors")
+    factory = chosen.block.build(index.config)
+    _check_shared(index, names, factory.config.hidden_size)
     reader = TensorReader(index)
+    tensors: dict[str, Tensor] = {}
     with progress("Reading the shared tensors", total=len(wanted)) as advance:
-        tensors: dict[str, Tensor] = {}
-        for entry in index.require(wanted):
+        for entry in entries:
             tensors[entry.name] = reader.read(entry).to(device=device, dtype=dtype)
             advance()
-    norm = chosen.block.build(index.config).norm()
+    norm = factory.norm()
     norm.weight = nn.Parameter(tensors[names["final_norm"]], requires_grad=False)
     embedding = nn.Embedding.from_pretrained(tensors[names["embedding"]])
     lm_head = embedding if names["lm_head"] == names["embedding"] else _projection(tensors[names["lm_head"]])
     return SharedTensors(embedding, lm_head, norm)
+
+
+def _check_shared(index: CheckpointIndex, names: Mapping[str, str], hidden: int) -> None:
+    found = {role: index.entries[name].shape for role, name in names.items()}
+    matrix = (*found["embedding"][:1], hidden)
+    expected = {"embedding": matrix, "lm_head": matrix, "final_norm": (hidden,)}
+    wrong = [
+        f"{names[role]}: expected {list(shape)}, found {list(found[role])}"
+        for role, shape in expected.items()
+        if found[role] != shape
+    ]
+    if wrong:
+        raise SharedTensorError(
+            f"Reading the shared tensors of {index.root}: their shapes are not those of one model.",
+            remedy="Restore the tensors, and the config.json that belongs to them, from the original checkpoint.",
+            problems=wrong,
+        )
 
 
 def _projection(weight: Tensor) -> nn.Module:
@@ -308,11 +344,14 @@ def _projection(weight: Tensor) -> nn.Module:
 def shared_names(index: CheckpointIndex, family: Family) -> dict[str, str]:
     """Names of `embedding`, `lm_head` and `final_norm` in this checkpoint; a tied lm_head has the embedding's name.
 
+    A name counts as present where the index lists it, also if no file holds it: reading then says which file is at fault.
+
     Raises:
         SharedTensorError: see `load_shared`.
+        ModelConfigError: the config contradicts itself on whether lm_head is tied.
     """
-    target = family.target
-    prefixes = [prefix for prefix in target.prefixes if prefix + target.embedding in index.entries]
+    target, present = family.target, index.names
+    prefixes = [prefix for prefix in target.prefixes if prefix + target.embedding in present]
     if not prefixes:
         raise SharedTensorError(
             f"Looking for the embedding of {index.root}: none of "
@@ -320,14 +359,14 @@ def shared_names(index: CheckpointIndex, family: Family) -> dict[str, str]:
             remedy="Point at the whole checkpoint, not at a directory that holds only the head.",
         )
     embedding, norm = prefixes[0] + target.embedding, prefixes[0] + target.final_norm
-    lm_heads = [name for name in target.lm_head if name in index.entries]
+    lm_heads = [name for name in target.lm_head if name in present]
     if not lm_heads and not index.config.tied:
         raise SharedTensorError(
             f"Looking for the lm_head of {index.root}: config.json says tie_word_embeddings is false, and none of "
             f"{list(target.lm_head)} is on disk.",
             remedy="Restore the lm_head, or set tie_word_embeddings to true if the model was trained tied.",
         )
-    if norm not in index.entries:
+    if norm not in present:
         raise SharedTensorError(
             f"Looking for the final norm of {index.root}: '{norm}' is not on disk.",
             remedy="Restore the tensor from the original checkpoint.",
