@@ -6,6 +6,7 @@ badly. So no field has a default: the author of a family decides each one, and n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Generic, Literal, TypeVar, get_args
 
@@ -82,26 +83,32 @@ class HeadSpec:
     always_float: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        checks = {
-            "fuse_order": FuseOrder,
-            "norm_weight": NormWeight,
-            "hidden_tap": HiddenTap,
-            "depth_policy": DepthPolicy,
-            "position_rule": PositionRule,
-            "private_embedding": PrivateTensor,
-            "private_head": PrivateTensor,
-        }
         wrong = [
-            f"{name}: expected one of {get_args(kind)}, got {getattr(self, name)!r}"
-            for name, kind in checks.items()
-            if getattr(self, name) not in get_args(kind)
-        ]
-        wrong += [
-            f"recycle.{engine}: expected one of {get_args(Recycle)}, got {self.recycle.of(engine)!r}"
-            for engine in get_args(Engine)
-            if self.recycle.of(engine) not in get_args(Recycle)
+            f"{name}: expected one of {allowed}, got {value!r}"
+            for name, value, allowed in self._stated()
+            if value not in allowed
         ]
         if wrong:
             raise FamilyDefinitionError(
                 "HeadSpec holds values outside their sets.", remedy="Use one of the listed values.", problems=wrong
             )
+
+    def _stated(self) -> Iterator[tuple[str, object, tuple[object, ...]]]:
+        """Every convention with its value and the values that exist, engine by engine where engines may differ."""
+        for name, kind in LITERALS.items():
+            yield name, getattr(self, name), get_args(kind)
+        for name, allowed in PER_ENGINE.items():
+            for reader in fields(PerEngine):
+                yield f"{name}.{reader.name}", getattr(getattr(self, name), reader.name), allowed
+
+
+LITERALS = {
+    "fuse_order": FuseOrder,
+    "norm_weight": NormWeight,
+    "hidden_tap": HiddenTap,
+    "depth_policy": DepthPolicy,
+    "position_rule": PositionRule,
+    "private_embedding": PrivateTensor,
+    "private_head": PrivateTensor,
+}
+PER_ENGINE = {"recycle": get_args(Recycle), "zero_first_embedding": (False, True)}
