@@ -50,6 +50,18 @@ class PerEngine(Generic[T]):
         return self.train if len(set(values.values())) == 1 else values
 
 
+LITERALS = {
+    "fuse_order": FuseOrder,
+    "norm_weight": NormWeight,
+    "hidden_tap": HiddenTap,
+    "depth_policy": DepthPolicy,
+    "position_rule": PositionRule,
+    "private_embedding": PrivateTensor,
+    "private_head": PrivateTensor,
+}
+PER_ENGINE = {"recycle": get_args(Recycle), "zero_first_embedding": (False, True)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadSpec:
     """How a family's head is wired.
@@ -100,15 +112,3 @@ class HeadSpec:
         for name, allowed in PER_ENGINE.items():
             for reader in fields(PerEngine):
                 yield f"{name}.{reader.name}", getattr(getattr(self, name), reader.name), allowed
-
-
-LITERALS = {
-    "fuse_order": FuseOrder,
-    "norm_weight": NormWeight,
-    "hidden_tap": HiddenTap,
-    "depth_policy": DepthPolicy,
-    "position_rule": PositionRule,
-    "private_embedding": PrivateTensor,
-    "private_head": PrivateTensor,
-}
-PER_ENGINE = {"recycle": get_args(Recycle), "zero_first_embedding": (False, True)}
