@@ -25,7 +25,7 @@ from torch import Tensor
 from mtp_zoo.errors import ResumeError
 from mtp_zoo.head import DraftHead
 from mtp_zoo.overlay import staging
-from mtp_zoo.training.files import sync
+from mtp_zoo.training.files import read_object, sync
 from mtp_zoo.version import __version__
 
 COMPLETE = re.compile(r"step-\d{6,}")
@@ -148,10 +148,9 @@ def _empty_moments(head: DraftHead) -> dict[str, Tensor]:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        return read_object(path / "state.json")
+    except (OSError, ValueError) as error:
         raise ResumeError(f"Resuming from {path}: state.json can't be read ({error}).", remedy=REMEDY) from error
-    return state
 
 
 def _read(file: Path) -> dict[str, Tensor]:

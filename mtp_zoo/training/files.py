@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write_atomic(path: Path, content: str) -> None:
@@ -15,6 +17,18 @@ def write_atomic(path: Path, content: str) -> None:
         os.fsync(stream.fileno())
     partial.replace(path)
     sync(path.parent)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        OSError, ValueError: it can't be read, is not JSON, or is no object.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"expected an object, got {type(content).__name__}")
+    return content
 
 
 def sync(path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_zoo.errors import OutputExistsError, ResumeError
-from mtp_zoo.training.files import write_atomic
+from mtp_zoo.training.files import read_object, write_atomic
 
 FRESH = "Start a new run with another run_dir."
 
@@ -60,13 +60,13 @@ class RunDirectory:
             ResumeError: there is no run here, or it was started with something else; every difference is listed.
         """
         try:
-            begun = json.loads(self._run.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            begun = read_object(self._run)
+        except (OSError, ValueError) as error:
             raise ResumeError(f"Resuming {self.path}: no run in it ({error}).", remedy=FRESH) from error
         differences = [
-            f"{name}: the run has {_short(begun.get(name))}, got {_short(value)}"
+            f"{name}: the run has {_short(begun[name]) if name in begun else 'no such setting'}, got {_short(value)}"
             for name, value in identity.items()
-            if begun.get(name) != value or name not in begun
+            if name not in begun or begun[name] != value
         ]
         if differences:
             raise ResumeError(

@@ -31,13 +31,15 @@ def load_tokenizer(root: Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
+    remedy = "Put the tokenizer's files next to the weights."
     try:
-        return AutoTokenizer.from_pretrained(root, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(root, local_files_only=True)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise DataError(
-            f"Loading the tokenizer of {root}: {reason}", remedy="Put the tokenizer's files next to the weights."
-        ) from error
+        raise DataError(f"Loading the tokenizer of {root}: {reason}", remedy=remedy) from error
+    if not tokenizer("text")["input_ids"]:  # where the files are absent, transformers makes one without a vocabulary
+        raise DataError(f"Loading the tokenizer of {root}: there is no vocabulary.", remedy=remedy)
+    return tokenizer
 
 
 def check_vocabulary(rows: Rows, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
