@@ -10,14 +10,14 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     │   └── UnresolvedFamilyError         no registered family fits the checkpoint, or its tensors contradict its config
     ├── CheckpointError
     │   ├── SourceNotFoundError           no such directory, cache tree or cached repository, or no weights in it
-    │   ├── BrokenCheckpointError         the index and the shards disagree, or a shard can't be read; holds .faults
+    │   ├── BrokenCheckpointError         the index and the shards disagree, or a shard can't be read; the faults are its .problems
     │   ├── UnsafeCheckpointError         pickle, a path that leaves the directory, an unbounded header
     │   ├── ModelConfigError              config.json is missing, unreadable or holds a value of the wrong kind
     │   └── UnsupportedQuantizationError  the head is stored in a scheme that can't be trained
     ├── HeadError
     │   ├── HeadNotFoundError             the checkpoint holds no head
     │   ├── HeadCountError                config and tensors disagree on the number of depths
-    │   ├── HeadMismatchError             missing, unexpected or misshapen tensors; holds .problems
+    │   ├── HeadMismatchError             missing, unexpected or misshapen tensors; all in its .problems
     │   ├── SharedTensorError             embedding, lm_head or final norm can't be had
     │   └── NotAttachedError              the head was run without the target's embedding and lm_head
     ├── BatchError                        a TokenBatch that breaks the mask contract
