@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,14 @@ from typer.testing import CliRunner
 from mtp_zoo.cli import app
 from mtp_zoo.training.config import TrainConfig
 from mtp_zoo.training.trainer import train
-from tests.pages import DOCS, PAGES, ROOT, anchors, broken, fences, marked, prose, relative_links
+from tests.pages import DOCS, PAGES, ROOT, Fence, anchors, broken, fences, marked, prose, relative_links
 
-by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+def pages_with(kind: Callable[[Fence], bool]) -> Any:
+    """Parametrises a test with the pages that hold such a code block."""
+    pages = [page for page in PAGES if any(map(kind, fences(page)))]
+    assert pages
+    return pytest.mark.parametrize("page", pages, ids=lambda page: page.stem)
 
 
 @pytest.fixture
@@ -64,7 +70,7 @@ def test_the_navigation_lists_every_page() -> None:
     assert sorted(name for entry in nav for name in entry.values()) == [page.name for page in PAGES]
 
 
-@by_page
+@pages_with(lambda fence: fence.mark == "run")
 def test_marked_python_blocks_run(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(page, checkout)
     monkeypatch.setattr(sys, "stdout", sys.stderr)
@@ -76,7 +82,7 @@ def test_every_python_block_is_run_or_taken_from_a_file() -> None:
     assert marks == {"run", "from"}
 
 
-@by_page
+@pages_with(lambda fence: fence.mark.startswith("from "))
 def test_excerpts_stand_in_the_file_that_they_name(page: Path) -> None:
     for fence in marked(page, "from "):
         source = (ROOT / fence.mark.removeprefix("from ")).read_text(encoding="utf-8")
@@ -109,7 +115,7 @@ def invoke(line: str) -> Any:
     return CliRunner().invoke(app, shlex.split(line)[1:])
 
 
-@by_page
+@pages_with(lambda fence: "mtp-zoo " in fence.code and fence.language == "bash")
 def test_every_command_line_parses(page: Path) -> None:
     group: Any = typer.main.get_command(app)
     for line in commands(page):
@@ -134,7 +140,7 @@ def test_every_benchmark_exists_and_is_listed() -> None:
     assert listed == runnable
 
 
-@by_page
+@pages_with(lambda fence: fence.mark.startswith("output of: "))
 def test_shown_output_is_what_the_command_prints(page: Path, checkout: Path) -> None:
     for fence in marked(page, "output of: "):
         found = invoke(fence.mark.removeprefix("output of: ")).stdout
