@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from mtp_zoo.errors import MTPZooError
     from mtp_zoo.exporter import ExportReport, export
     from mtp_zoo.head import DraftHead, DraftModule
-    from mtp_zoo.keymap import KeyMap, Rename, Skip, Split, Stack
+    from mtp_zoo.keymap import KeyMap
     from mtp_zoo.loader import LoadReport, load_head, load_shared
     from mtp_zoo.objective import MTPObjective, MTPOutput, MTPStats, step_counts
     from mtp_zoo.registry import Family, get_family, list_families, register, resolve
+    from mtp_zoo.rules import Rename, Skip, Split, Stack
     from mtp_zoo.shared import SharedTensors
     from mtp_zoo.spec import HeadSpec, PerEngine
     from mtp_zoo.targets import target_states
@@ -42,11 +43,11 @@ _HOME = {
     "MTPStats": "objective",
     "MTPZooError": "errors",
     "PerEngine": "spec",
-    "Rename": "keymap",
+    "Rename": "rules",
     "SharedTensors": "shared",
-    "Skip": "keymap",
-    "Split": "keymap",
-    "Stack": "keymap",
+    "Skip": "rules",
+    "Split": "rules",
+    "Stack": "rules",
     "TokenBatch": "batch",
     "TrainConfig": "training.config",
     "export": "exporter",

@@ -117,10 +117,13 @@ class BlockFactory:
         return self.source.load_class(self.source.norm)(self.config.hidden_size, eps=self.config.rms_norm_eps)
 
     def rotary(self) -> nn.Module:
-        """The rotary embedding; its frequencies stay FP32 whatever the head is cast to."""
+        """The rotary embedding, on the CPU; its frequencies stay FP32 whatever the head is cast to."""
+        import torch
+
         from mtp_zoo.rotary import FloatRotary
 
-        return FloatRotary(self.source.load_class(self.source.rotary)(self.config))
+        with torch.device("cpu"):  # frequencies are computed, not loaded: made on the meta device they would be lost
+            return FloatRotary(self.source.load_class(self.source.rotary)(self.config))
 
     def initialise(self, module: nn.Module) -> None:
         """Random weights by transformers' own rule for this model."""

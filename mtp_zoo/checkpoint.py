@@ -185,7 +185,7 @@ class TensorReader:
         """The tensor, in memory of its own (never a view of the file)."""
         import torch
 
-        out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
         self.read_into(entry, out)
         return out
 

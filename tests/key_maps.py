@@ -160,7 +160,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def bits(tensor: Tensor) -> Tensor:
     """The raw bits: equal where the numbers are, and also for NaNs."""
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def same_bits(left: Tensors, right: Tensors) -> bool:
