@@ -43,7 +43,11 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        _require_template(tokenizer)
+        if tokenizer.chat_template is None:
+            raise ChatTemplateError(
+                "Rendering chat messages: the tokenizer has no chat template.",
+                remedy="Add chat_template.jinja next to the tokenizer's files, or give plain text instead of messages.",
+            )
         if not tokenizer.is_fast:
             raise ChatTemplateError(
                 f"Rendering chat messages: {type(tokenizer).__name__} does not say which characters a token covers.",
@@ -73,6 +77,18 @@ class ChatEncoder:
             return [self._encode_spans(text, spans) for text, spans in self._rows(messages, turns)]
         except (TemplateError, ValueError, TypeError) as error:
             raise _refused(error) from error
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the messages and the generation prompt behind them: what a server feeds a model that is to answer.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages.
+        """
+        try:
+            text = self._render(messages, add_generation_prompt=True)
+        except (TemplateError, ValueError, TypeError) as error:
+            raise _refused(error) from error
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _encode_blocks(self, messages: Sequence[Message]) -> Encoded:
         rendered: Any = self.tokenizer.apply_chat_template(
@@ -132,30 +148,6 @@ class ChatEncoder:
             if str(self.tokenizer.decode([ids[slot]])).strip():
                 break
         return stop + 1 if stop < len(ids) and ids[stop] == follower else stop
-
-
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of messages and the generation prompt behind them: what a server feeds a model that is to answer.
-
-    Raises:
-        ChatTemplateError: the tokenizer has no chat template, or it refuses the messages.
-    """
-    _require_template(tokenizer)
-    try:
-        rendered: Any = tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, add_generation_prompt=True
-        )
-    except (TemplateError, ValueError, TypeError) as error:
-        raise _refused(error) from error
-    return list(rendered["input_ids"])
-
-
-def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    if tokenizer.chat_template is None:
-        raise ChatTemplateError(
-            "Rendering chat messages: the tokenizer has no chat template.",
-            remedy="Add chat_template.jinja next to the tokenizer's files, or give plain text instead of messages.",
-        )
 
 
 def _refused(error: Exception) -> ChatTemplateError:

@@ -18,7 +18,7 @@ import numpy as np
 from mtp_zoo.batch import TokenBatch
 from mtp_zoo.errors import ChatTemplateError, EmptyDatasetError
 from mtp_zoo.progress import progress
-from mtp_zoo.training.chat import ChatEncoder, Encoded
+from mtp_zoo.training.chat import ChatEncoder, Encoded, Message
 from mtp_zoo.training.config import DataConfig
 from mtp_zoo.training.records import Record, capped, read_records
 
@@ -231,3 +231,8 @@ def describe(counts: DataCounts) -> str:
         f"{c['records']} records, {c['documents']} documents in {c['rows']} rows, {c['tokens']} tokens "
         f"({c['learnt']} learnt), {c['dropped']} dropped, {c['cut']} cut"
     )
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """Token ids of one conversation that the model is to answer; see `ChatEncoder.prompt`."""
+    return ChatEncoder(tokenizer).prompt(messages)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mtp_zoo.errors import ChatTemplateError, DataError, EmptyDatasetError
 from mtp_zoo.training.config import DataConfig
-from mtp_zoo.training.data import OPEN_ROWS, cut, describe, hold_out, load_rows, pack
+from mtp_zoo.training.data import OPEN_ROWS, cut, describe, hold_out, load_rows, pack, render_prompt
 from tests.training.words import CHATML, VOCABULARY, make_tokenizer, words
 
 
@@ -222,6 +222,16 @@ def test_held_out_data_may_come_from_a_file_of_its_own(tmp_path: Path) -> None:
     _, rows = load_rows(text_config(train, eval_path=held), make_tokenizer(), seed=0)
     assert rows is not None
     assert learnt_words(rows) == [["fine", "thanks", "you"]]
+
+
+def test_a_prompt_is_what_stands_in_front_of_the_learnt_tokens(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "fine"}]
+    tokenizer = make_tokenizer(CHATML)
+    rows, _ = load_rows(chat(write_lines(tmp_path / "a.jsonl", [{"messages": messages}])), tokenizer, seed=0)
+    ((ids, learn),) = rows.rows[0]
+    assert render_prompt(tokenizer, messages[:1]) == ids[: learn.argmax()].tolist()
+    with pytest.raises(ChatTemplateError, match="the template refuses them"):
+        render_prompt(make_tokenizer("{{ raise_exception('no') }}"), messages)
 
 
 def test_packing_is_greedy_first_fit() -> None:
