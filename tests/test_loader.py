@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
 import mtp_zoo.loader
+from mtp_zoo.blocks import BlockSource
 from mtp_zoo.checkpoint import CheckpointIndex
 from mtp_zoo.errors import (
     BrokenCheckpointError,
@@ -137,6 +139,34 @@ def test_several_depths_share_one_fusion_and_have_a_block_each(tmp_path: Path) -
         assert torch.equal(weight, tensors[f"mtp.layers.{number}.self_attn.q_proj.weight"])
     native = {name: value for name, value in tensors.items() if name.startswith("mtp.")}
     assert same_bits(to_native(head.origin.bindings, head.weights()), native)
+
+
+class RoutedLayer(Qwen3_5DecoderLayer):
+    """A layer with a router bias: a buffer that is stored, as several mixture-of-experts families have it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_buffer("router_bias", torch.zeros(4))
+
+
+class RoutedBlock(BlockSource):
+    def load_class(self, name: str, kind: str = "modeling") -> Any:
+        return RoutedLayer if name == self.layer else super().load_class(name, kind)
+
+
+def test_a_buffer_is_loaded_as_stored_and_is_part_of_the_state(tmp_path: Path) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/8358: a router's correction bias is no parameter."""
+    rule = Rename("mtp.layers.{d}.mlp.gate.e_score_correction_bias", "depths.{d}.block.router_bias")
+    fields = {field.name: getattr(FAMILY.block, field.name) for field in dataclasses.fields(FAMILY.block)}
+    family = dataclasses.replace(FAMILY, block=RoutedBlock(**fields), rules=(*FAMILY.rules, rule))
+    bias = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    name = "mtp.layers.0.mlp.gate.e_score_correction_bias"
+    head = load_head(write(tmp_path, {name: bias}), family=family)
+    assert same_bits({"": head.state_dict()["depths.0.block.router_bias"]}, {"": bias})
+    assert same_bits({"": to_native(head.origin.bindings, head.weights())[name]}, {"": bias})
+    assert sorted(own for own, _ in head.named_parameters()) == sorted(CANONICAL.values())
+    with pytest.raises(HeadMismatchError, match=f"missing: {re.escape(name)}"):
+        load_head(write(tmp_path / "lost", {}), family=family)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"])
