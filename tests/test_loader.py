@@ -583,3 +583,23 @@ def test_the_trainable_block_is_made_of_plain_modules_whatever_the_checkpoint_is
         assert {type(module) for module in linear} == {nn.Linear}
         assert len(linear) == 8
         assert same_bits(head.weights(), {head_name: TENSORS[name] for name, head_name in CANONICAL.items()})
+
+
+# Master weights
+
+
+def test_a_hundred_tiny_steps_move_fp32_weights_and_leave_bf16_ones_where_they_were(base: Path) -> None:
+    """https://github.com/huggingface/transformers/issues/36567: why training loads the head with dtype=torch.float32."""
+    moved: dict[torch.dtype, Tensor] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        head = load_head(base, dtype=dtype)
+        weight = head.weights()["depths.0.eh_proj.weight"]
+        before = weight.detach().clone()
+        optimizer = torch.optim.SGD(head.trainable_parameters(), lr=1e-6)
+        for _ in range(100):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        moved[dtype] = (before - weight.detach()).float()[before.abs() > 0.05]
+    expected = torch.full_like(moved[torch.float32], 1e-4)
+    torch.testing.assert_close(moved[torch.float32], expected, rtol=0.1, atol=0)  # FP32 steps of 1e-6 round, too
+    assert not moved[torch.bfloat16].any()
