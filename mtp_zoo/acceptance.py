@@ -108,11 +108,11 @@ class AcceptanceReport:
         return all(prompt.output == prompt.plain for prompt in self.prompts)
 
     @property
-    def standard_error(self) -> float:
-        """Standard error of the accept length over prompts."""
+    def standard_error(self) -> float | None:
+        """Standard error of the accept length over prompts; None for fewer than two."""
         lengths = [1 + sum(p.accepted) / len(p.accepted) for p in self.prompts if p.accepted]
         if len(lengths) < 2:
-            return math.nan
+            return None
         mean = sum(lengths) / len(lengths)
         return math.sqrt(sum((x - mean) ** 2 for x in lengths) / (len(lengths) - 1) / len(lengths))
 

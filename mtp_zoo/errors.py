@@ -10,7 +10,7 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     │   └── UnresolvedFamilyError         no registered family fits the checkpoint, or its tensors contradict its config
     ├── CheckpointError
     │   ├── SourceNotFoundError           no such directory, cache tree or cached repository, or no weights in it
-    │   ├── BrokenCheckpointError         the index and the shards disagree, or a shard can't be read; the faults are its .problems
+    │   ├── BrokenCheckpointError         the index and the shards disagree, or a shard can't be read; see .problems
     │   ├── UnsafeCheckpointError         pickle, a path that leaves the directory, an unbounded header
     │   ├── ModelConfigError              config.json is missing, unreadable or holds a value of the wrong kind
     │   └── UnsupportedQuantizationError  the head is stored in a scheme that can't be trained

@@ -100,7 +100,7 @@ def export(
     _refuse_quantized(index, head.family)
     _refuse_misfit(head, index)
     facts = {
-        "base": {"source": index.source, "path": str(index.root), "revision": index.revision},
+        "base": {"source": index.source, "path": str(index.root.absolute()), "revision": index.revision},
         "training": training,
     }
     _refuse_unprintable(facts)

@@ -113,7 +113,8 @@ class DraftHead(nn.Module):
         self, family: Family, config: ModelConfig, *, depths: int = 1, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
-        if family.spec.fuse_order == "sum" or "streams" in (family.spec.hidden_tap, family.spec.recycle.train):
+        recycled = {family.spec.recycle.of(name) for name in (None, "vllm", "sglang")}
+        if family.spec.fuse_order == "sum" or "streams" in {family.spec.hidden_tap, *recycled}:
             raise FamilyDefinitionError(
                 f"Family '{family.name}': DraftHead joins by concatenation and carries one stream.",
                 remedy="Give the family a head module of its own that follows DraftModule.",

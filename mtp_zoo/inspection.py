@@ -62,7 +62,8 @@ class Inspection:
         rows = [(e.name, e.dtype, "x".join(map(str, e.shape)), f"{e.nbytes:,}", e.file) for e in self.tensors]
         title = f"{self.source}: {self.family or 'no known family'}, {self.depths} depth(s), {self.head_bytes:,} bytes"
         lines = [render_table(title, ("tensor", "dtype", "shape", "bytes", "file"), rows, right=(2, 3))]
-        lines += [f"shared {role}: {detail}" for role, detail in self.shared.items()]
+        lines += [f"shared {role}: {_in_words(detail)}" for role, detail in self.shared.items() if role != "tied"]
+        lines += ["lm_head is the embedding (tied)"] if self.shared.get("tied") else []
         lines += [f"problem: {problem}" for problem in self.problems] or ["no problems"]
         return "\n".join(lines)
 
@@ -96,6 +97,10 @@ def inspect(source: str | Path) -> Inspection:
         problems=tuple(dict.fromkeys([*notes, *problems])),
         header_bytes=index.header_bytes,
     )
+
+
+def _in_words(tensor: dict[str, Any]) -> str:
+    return f"{tensor['name']}, {tensor['dtype']}, {'x'.join(map(str, tensor['shape']))}, in {tensor['file']}"
 
 
 def _plan(index: CheckpointIndex, resolution: Resolution) -> None:

@@ -24,6 +24,7 @@ from mtp_zoo.progress import progress
 from mtp_zoo.quantization import refuse_quantized
 from mtp_zoo.registry import Family, Resolution, get_family, resolve, resolve_family
 from mtp_zoo.shared import SharedTensors
+from mtp_zoo.spec import Engine
 
 Init: TypeAlias = Literal["checkpoint", "random"]
 
@@ -104,6 +105,7 @@ def load_head(
     init: Init = "checkpoint",
     depths: int | None = None,
     seed: int = 0,
+    engine: Engine | None = None,
 ) -> DraftHead:
     """Load the head that a checkpoint ships.
 
@@ -115,6 +117,7 @@ def load_head(
         device: where the head lives.
         init: "random" makes a new head instead of reading one, by transformers' rule, from `seed`.
         depths: number of depths of a new head; only with `init="random"`. None takes what the config declares, or 1.
+        engine: the engine that will serve, where engines differ in a convention; None is the training default.
 
     Returns:
         The head; `head.report` says what was read.
@@ -132,6 +135,7 @@ def load_head(
         head = _new_head(index, chosen or resolve_family(index.names, index.config), depths, dtype, device, seed)
     else:
         head = _stored_head(index, resolve(index.names, index.config, family=chosen), dtype, device)
+    head.engine = engine
     return head if target is None else head.attach(target)
 
 

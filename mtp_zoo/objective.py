@@ -173,7 +173,7 @@ class MTPObjective:
 
     def _depth(self, depth: int, state: DepthState, tokens: TokenBatch, hidden: Tensor) -> _DepthPart:
         slots = tokens.slots(depth)
-        predicting = ahead(hidden, depth, 0.0)
+        predicting = self._before_lm_head(ahead(hidden, depth, 0.0))
         if not bool(slots.gate.any()):
             # A depth without slots still gives every parameter a gradient, of exactly zero.
             nothing = (state.normed * 0.0).float().sum()
@@ -188,6 +188,20 @@ class MTPObjective:
             chunk_size=self.chunk_size,
         )
         return _DepthPart(slots.gate, loss)
+
+    @torch.no_grad()
+    def _before_lm_head(self, hidden: Tensor) -> Tensor:
+        """Target states as the target's lm_head gets them: behind its final norm, also where the tap lies before it."""
+        if self.head.spec.hidden_tap == "post_norm":
+            return hidden
+        norm = self.head.shared.final_norm
+        if norm is None:
+            raise ObjectiveError(
+                f"Computing the target's distribution: the {self.head.family.name} head reads states before the final "
+                "norm, and the shared tensors hold no final norm.",
+                remedy="Attach the target itself, or the result of load_shared.",
+            )
+        return norm(hidden)
 
 
 @dataclass(frozen=True)

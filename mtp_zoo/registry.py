@@ -194,7 +194,7 @@ def resolve_family(names: Iterable[str], config: ModelConfig) -> Family:
     raise UnresolvedFamilyError(
         f"Deciding the family of {config.path.parent}: its tensors fit {[family.name for family in fits] or 'no family'}, "
         f"its config says model_type {list(config.model_types)}.",
-        remedy=f"Name the family (registered: {known}), or register a new one for this model_type.",
+        remedy=f"Call load_head(..., family=...) with one of {known}, or register a family for this model_type.",
     )
 
 

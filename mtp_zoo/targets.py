@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,14 +30,31 @@ def target_states(target: Any, tokens: TokenBatch, spec: HeadSpec) -> Float[Tens
         spec: the head's conventions.
 
     Raises:
-        FamilyDefinitionError: a tap that a plain forward pass does not give.
+        FamilyDefinitionError: the family reads several residual streams.
     """
-    if spec.hidden_tap != "post_norm":
+    if spec.hidden_tap == "streams":
         raise FamilyDefinitionError(
-            f"Computing target states: the tap '{spec.hidden_tap}' is not the model's last hidden state.",
-            remedy="Register a hook at the family's tap.",
+            "Computing target states: the family reads several residual streams, a plain forward pass gives one state.",
+            remedy="Collect the streams with a hook of the family's own.",
         )
     model = language_model(target)
+    if spec.hidden_tap == "pre_norm":
+        with _norm_switched_off(model):
+            return _states(model, tokens)
+    return _states(model, tokens)
+
+
+@contextmanager
+def _norm_switched_off(model: Any) -> Generator[None]:
+    """Let the final norm pass its input through, so that the last hidden state is the one in front of it."""
+    handle = model.norm.register_forward_hook(lambda _module, inputs, _output: inputs[0])
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _states(model: Any, tokens: TokenBatch) -> Tensor:
     if all(segment.start == 0 and segment.stop == tokens.shape[1] for segment in tokens.segments):
         states = model(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
         return states * (tokens.doc_ids != PADDING)[..., None]

@@ -128,6 +128,10 @@ def test_counts_and_rates_on_a_literal_table() -> None:
     assert report.standard_error == pytest.approx(((2 / 3) ** 2 / 2 / 2) ** 0.5)
 
 
+def test_one_prompt_has_no_standard_error() -> None:
+    assert AcceptanceReport(3, (PromptResult((1,), (2,)),)).standard_error is None
+
+
 @pytest.mark.parametrize(
     ("tokens", "loops"),
     [

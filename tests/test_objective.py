@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mtp_zoo.batch import IGNORED, TokenBatch
+from mtp_zoo.batch import IGNORED, TokenBatch, ahead
 from mtp_zoo.errors import NotAttachedError, ObjectiveError
 from mtp_zoo.head import DraftHead
 from mtp_zoo.objective import MTPObjective, step_counts
@@ -180,6 +180,31 @@ def test_a_deep_loss_reaches_the_blocks_before_it_and_nothing_of_the_target() ->
         assert hidden.grad is None
         assert head.shared.embedding.weight.grad is None
         assert head.shared.lm_head.weight.grad is None
+
+
+def test_states_before_the_final_norm_pass_it_on_their_way_to_the_targets_distribution() -> None:
+    tokens, hidden = batch(documents(12))
+    head = tiny_head(spec={"hidden_tap": "pre_norm"})
+    norm = nn.LayerNorm(HIDDEN)
+    head.shared.final_norm = norm
+    before = MTPObjective(head, depths=2, loss="kl")(tokens, hidden).loss
+    # The same head on the same states; only the states in front of the target's lm_head may differ.
+    plain = MTPObjective(tiny_head(), depths=2, loss="kl")
+    assert plain(tokens, hidden).loss.item() != pytest.approx(before.item(), rel=1e-3)
+    states = head(tokens, hidden, depths=2)
+    expected = 0.0
+    for depth, alpha in zip((1, 2), plain.weights, strict=True):
+        gate = tokens.slots(depth).gate
+        log_q = head.shared.logits(states[depth - 1].normed[gate]).log_softmax(-1)
+        log_p = head.shared.logits(norm(ahead(hidden, depth, 0.0)[gate])).log_softmax(-1)
+        expected += alpha * (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+    assert before.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_missing_final_norm_is_refused() -> None:
+    head = tiny_head(spec={"hidden_tap": "pre_norm"})
+    with pytest.raises(ObjectiveError, match="no final norm"):
+        MTPObjective(head)(*batch(documents(6)))
 
 
 def test_metrics_are_sums_over_counts_and_add_up() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -72,7 +74,19 @@ def test_no_graph_is_kept() -> None:
     assert not target_states(target, TokenBatch.all_tokens(torch.tensor([ids(4)])), tiny_head().spec).requires_grad
 
 
-def test_a_tap_before_the_final_norm_is_refused() -> None:
-    spec = tiny_head(spec={"hidden_tap": "pre_norm"}).spec
-    with pytest.raises(FamilyDefinitionError, match="pre_norm"):
+def test_a_tap_before_the_final_norm_gives_the_state_that_the_norm_reads() -> None:
+    target, head = tiny_target(), tiny_head()
+    with torch.no_grad():
+        target.model.norm.weight.normal_()
+    tokens = TokenBatch.all_tokens(torch.tensor([ids(9)]))
+    post = target_states(target, tokens, head.spec)
+    pre = target_states(target, tokens, dataclasses.replace(head.spec, hidden_tap="pre_norm"))
+    assert (pre - post).abs().max() > 0.1
+    torch.testing.assert_close(target.model.norm(pre), post, atol=0, rtol=0)
+    assert torch.equal(target_states(target, tokens, head.spec), post), "the norm must be back in place"
+
+
+def test_several_residual_streams_are_refused() -> None:
+    spec = dataclasses.replace(tiny_head().spec, hidden_tap="streams")
+    with pytest.raises(FamilyDefinitionError, match="residual streams"):
         target_states(tiny_target(), TokenBatch.all_tokens(torch.tensor([[1, 2]])), spec)

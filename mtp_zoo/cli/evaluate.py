@@ -126,8 +126,12 @@ def _text(report: Any) -> str:
     return "\n".join(
         [
             render_table("Acceptance", ("depth", "drafted", "accepted", "rate"), rows, right=(1, 2, 3)),
-            f"accept length {report.accept_length:.3f} +- {report.standard_error:.3f} "
+            f"accept length {report.accept_length:.3f}{_plus_minus(report.standard_error)} "
             f"({report.tokens} tokens / {report.verify_steps} verify steps)",
             f"output equals plain greedy decoding: {lossless}",
         ]
     )
+
+
+def _plus_minus(error: float | None) -> str:
+    return "" if error is None else f" +- {error:.3f}"

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from mtp_zoo.cli import app, main
@@ -113,6 +115,22 @@ def test_eval_counts_and_checks_against_plain_decoding(checkpoint: Path, tmp_pat
     replayed = data(run("eval", *arguments, "--replay"))
     assert replayed["accepted"] == found["accepted"]
     assert replayed["lossless"] is None
+
+
+def test_eval_renders_messages_with_the_models_own_template(checkpoint: Path, tmp_path: Path) -> None:
+    words = {f"w{number}": number for number in range(VOCAB)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0")
+    tokenizer.chat_template = (
+        "{% for m in messages %}w9 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w8{% endif %}"
+    )
+    tokenizer.save_pretrained(checkpoint)
+    limits = ("-k", "2", "--max-new-tokens", "5", "--json")
+    chat = prompts_file(tmp_path, {"messages": [{"role": "user", "content": "w5 w6"}]})
+    by_chat = data(run("eval", checkpoint, "--prompts", chat, *limits))
+    by_ids = data(run("eval", checkpoint, "--prompts", prompts_file(tmp_path, {"input_ids": [9, 5, 6, 8]}), *limits))
+    assert by_chat == by_ids
 
 
 def test_eval_for_people_says_whether_output_is_lossless(checkpoint: Path, tmp_path: Path) -> None:
