@@ -7,23 +7,36 @@ from collections.abc import Sequence
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 
 from mtp_zoo.errors import SettingsError
 from mtp_zoo.training.config import TrainConfig
 
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
-    """The accelerator of a run. It accumulates nothing: the trainer counts tokens over the whole step."""
+    """The accelerator of a run. It accumulates nothing: the trainer counts tokens over the whole step.
+
+    Raises:
+        SettingsError: the launcher asks for sharded weights, which training checkpoints can't hold.
+    """
     precision = {"bf16": "bf16", "fp32": "no"}[config.precision]
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:  # pyright: ignore[reportPrivateUsage] - accelerate has no public way to begin a second run with another precision in one process
         AcceleratorState._reset_state()  # pyright: ignore[reportPrivateUsage] - the same
-    return Accelerator(
+    accelerator = Accelerator(
         mixed_precision=precision, log_with=list(config.trackers) or None, project_dir=str(config.run_dir)
     )
+    if accelerator.distributed_type in SHARDED:
+        raise SettingsError(
+            f"Preparing the run: expected one process or data parallelism, got {accelerator.distributed_type.value}.",
+            remedy="Launch with data parallelism (MULTI_GPU), or in one process.",
+        )
+    return accelerator
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Accelerate leaves out the trackers that are not installed without a word."""
+    """Raise SettingsError for trackers that are not installed; accelerate would leave them out without a word."""
     absent = [name for name in names if importlib.util.find_spec(name) is None]
     if absent:
         raise SettingsError(

@@ -2,8 +2,9 @@
 
     checks -> data, target, head -> run directory -> steps -> report -> servable checkpoint
 
-Everything that can be refused is refused before anything is written. A run that was killed, however, continues from its
-newest training checkpoint with the same loss curve to the last bit, on the same machine with as many threads and processes.
+Everything that can be refused is refused before anything is written. A run that was stopped, in whatever way, continues
+from its newest training checkpoint with the same loss curve to the last bit, on the same machine with as many threads and
+processes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from accelerate.utils import gather_object
 
 from mtp_zoo.batch import PADDING, TokenBatch
 from mtp_zoo.checkpoint import CheckpointIndex
-from mtp_zoo.errors import ObjectiveError, ResumeError
+from mtp_zoo.errors import ObjectiveError
 from mtp_zoo.exporter import export
 from mtp_zoo.head import DraftHead
 from mtp_zoo.loader import load_head
@@ -86,37 +87,26 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, *, resume: bool = False) -> None:
         self.config = config
-        self.run = RunDirectory(config.run_dir)
         self.resume = resume
-        refuse_existing(config.out)
-        if resume:
-            self.run.require(config.curve_settings())
-        else:
-            self.run.refuse_existing()
-        require_trackers(config.trackers)
+        self.run = RunDirectory(config.run_dir)
+        self._check_places()
         index = CheckpointIndex.open(config.model)
         index.verify()
         self.accelerator = make_accelerator(config)
-        device = self.accelerator.device
+        processes, device = self.accelerator.num_processes, self.accelerator.device
         tokenizer = load_tokenizer(index.root)
         self.rows, self.eval_rows = load_rows(config.data, tokenizer, seed=config.seed)
-        self.identity = {
-            **config.curve_settings(),
-            "the data's sha256": self.rows.fingerprint(),
-            "processes": self.accelerator.num_processes,
-            "device": device.type,
-        }
+        self.plan = BatchPlan(len(self.rows), config.batch_size, config.grad_accumulation, processes, config.seed)
+        self.steps = config.steps or self.plan.steps(config.epochs or 1.0)
+        facts = {"the data's sha256": self.rows.fingerprint(), "processes": processes, "device": device.type}
+        self.identity = {**config.curve_settings(), **facts}
         if resume:
             self.run.require(self.identity)
         self.target = load_target(index.root, dtype=DTYPES[config.precision], device=device)
-        for rows in (self.rows, self.eval_rows):
-            if rows is not None:
-                check_vocabulary(rows, self.target, tokenizer)
+        for rows in filter(None, (self.rows, self.eval_rows)):
+            check_vocabulary(rows, self.target, tokenizer)
         self.head = self._load_head()
         self.objective = make_objective(self.head, config.objective)
-        processes = self.accelerator.num_processes
-        self.plan = BatchPlan(len(self.rows), config.batch_size, config.grad_accumulation, processes, config.seed)
-        self.steps = config.steps or self.plan.steps(config.epochs or 1.0)
         self.optimizer = make_optimizer(self.head, config.optimizer)
         self.module = self.accelerator.prepare(HeadLoss(self.objective))
 
@@ -180,6 +170,15 @@ class Trainer:
         self.head.train()
         return {f"{EVAL}{name}": value for name, value in self._metrics(stats).items()}
 
+    def _check_places(self) -> None:
+        """What can be refused before anything is read."""
+        refuse_existing(self.config.out)
+        if self.resume:
+            self.run.require(self.config.curve_settings())
+        else:
+            self.run.refuse_existing()
+        require_trackers(self.config.trackers)
+
     def _load_head(self) -> DraftHead:
         config = self.config
         head = load_head(
@@ -197,39 +196,26 @@ class Trainer:
 
     def _begin(self) -> int:
         """Make or reopen the run directory; returns the number of steps that are done."""
-        accelerator, run = self.accelerator, self.run
-        done = 0
-        if self.resume:
-            done = self._restore()
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
+        done = self._restore() if self.resume else 0
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
             if self.resume:
-                clear_partial(run.checkpoints)
-                run.rewind(done)
+                clear_partial(self.run.checkpoints)
+                self.run.rewind(done)
             else:
-                run.create(self.identity)
-        accelerator.wait_for_everyone()
+                self.run.create(self.identity)
+        self.accelerator.wait_for_everyone()
         if self.config.trackers:
-            accelerator.init_trackers(PROJECT, config={name: str(v) for name, v in self.config.flat().items()})
+            settings = {name: str(value) for name, value in self.config.flat().items()}
+            self.accelerator.init_trackers(PROJECT, config=settings)
         return done
 
     def _restore(self) -> int:
         complete = complete_checkpoints(self.run.checkpoints)
         if not complete:
             return 0
-        done = restore_checkpoint(
-            complete[-1],
-            self.head,
-            self.optimizer,
-            rank=self.accelerator.process_index,
-            run=digest(self.identity),
-        )
-        if done > self.steps:
-            raise ResumeError(
-                f"Resuming from {complete[-1]}: expected at most step {self.steps}, got {done}.",
-                remedy="Restore steps.",
-            )
-        return done
+        rank, run = self.accelerator.process_index, digest(self.identity)
+        return restore_checkpoint(complete[-1], self.head, self.optimizer, rank=rank, run=run)
 
     def _batch(self, rows: Sequence[int]) -> TokenBatch:
         return self.rows.batch(rows).to(self.accelerator.device)
@@ -242,7 +228,7 @@ class Trainer:
 
     @property
     def _divided_by(self) -> int:
-        """What the gradient is divided by on its way: the mean over processes, and `accelerate launch`'s own accumulation."""
+        """What the gradient is divided by on its way: processes are averaged, and a launcher may set an accumulation."""
         return self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
 
     def _clip(self, step: int) -> float:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
+from accelerate.utils import DistributedType
 
 from mtp_zoo.errors import DataError, MTPZooError, ObjectiveError, OutputExistsError, ResumeError, SettingsError
 from mtp_zoo.loader import load_head
@@ -355,6 +356,12 @@ def test_chat_messages_are_trained_on_their_answers(make_config: MakeConfig, tmp
     data = {"path": str(path), "messages_field": "messages", "max_length": 64}
     record = Trainer(make_config(data=data, batch_size=1)).train_step(1)
     assert [record[f"mtp/slots_{depth}"] for depth in (1, 2, 3)] == [4, 4, 4]  # three words and the end of turn
+
+
+def test_a_launcher_that_shards_weights_is_refused(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(SettingsError, match="expected one process or data parallelism, got FSDP"):
+        Trainer(make_config())
 
 
 class Recorder(GeneralTracker):
