@@ -46,7 +46,7 @@ def _stages(story: Story) -> Any:
         [place - 0.2 for place in places],
         [stage.report.accept_length for stage in story.stages],
         width=0.38,
-        yerr=[stage.report.standard_error for stage in story.stages],
+        yerr=[stage.error for stage in story.stages],
         capsize=3,
         label="greedy outputs",
     )

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from mtp_zoo.acceptance import AcceptanceReport, replay, speculate
 from mtp_zoo.demo.corpus import Corpus, Domain, load_corpus, tokens
 from mtp_zoo.demo.head import DEPTHS, train_head
+from mtp_zoo.demo.page import write_page
 from mtp_zoo.demo.target import even_windows, fine_tune
 from mtp_zoo.errors import HeadNotFoundError, OutputExistsError
 from mtp_zoo.exporter import export
@@ -67,6 +69,7 @@ class Stage:
         name: `base`, `target_tuned` or `head_trained`.
         text: domain of the prompts.
         report: acceptance over greedy outputs.
+        error: standard error of its accept length.
         block: accept length of one draft/verify step behind real text, without drift and loops.
         block_error: its standard error.
     """
@@ -74,6 +77,7 @@ class Stage:
     name: str
     text: Domain
     report: AcceptanceReport
+    error: float
     block: float
     block_error: float
 
@@ -84,7 +88,7 @@ class Stage:
             "text": self.text,
             "accept_rate": self.report.accept_rate,
             "accept_length": self.report.accept_length,
-            "standard_error": self.report.standard_error,
+            "standard_error": self.error,
             "loop_share": self.report.loop_share,
             "block_accept_length": self.block,
             "block_standard_error": self.block_error,
@@ -146,7 +150,7 @@ class Story:
                 stage.text,
                 f"{stage.report.accept_rate:.3f}",
                 f"{stage.report.accept_length:.3f}",
-                f"{stage.report.standard_error:.3f}",
+                f"{stage.error:.3f}",
                 f"{stage.report.loop_share:.0%}",
                 f"{stage.block:.3f} +- {stage.block_error:.3f}",
             )
@@ -165,10 +169,26 @@ def tell(out: Path, *, seed: int = 0, short: bool = False) -> Story:
     Raises:
         OutputExistsError: `out` exists and no demo made it.
     """
-    began = time.monotonic()
-    settings = SHORT if short else FULL
     _prepare(out)
+    with _small_tensors():
+        return _tell(out, seed, SHORT if short else FULL)
+
+
+@contextmanager
+def _small_tensors() -> Generator[None]:
+    """One thread: the demo's tensors are so small that several would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+
+
+def _tell(out: Path, seed: int, settings: Settings) -> Story:
+    began = time.monotonic()
     streams = _Streams(load_corpus(), AutoTokenizer.from_pretrained(BASE))
     target = _load_target(BASE)
     head = load_head(BASE, target=target, dtype=torch.float32)
@@ -194,8 +214,6 @@ def tell(out: Path, *, seed: int = 0, short: bool = False) -> Story:
 
     seconds = time.monotonic() - began
     story = Story(tuple(stages), loop, refusal, history, seconds, out / "report.html", Path(exported.out))
-    from mtp_zoo.demo.page import write_page
-
     write_page(story)
     return story
 
@@ -224,7 +242,12 @@ def _measure(
     block = replay(
         target, head, _prompts(stream, settings.block_prompts, settings.block_tokens), k=DEPTHS, max_new_tokens=2
     )
-    return Stage(name, text, report, block.accept_length, block.standard_error)
+    return Stage(name, text, report, _error(report), block.accept_length, _error(block))
+
+
+def _error(report: AcceptanceReport) -> float:
+    assert report.standard_error is not None, "every stage has several prompts"
+    return report.standard_error
 
 
 def _prompts(stream: Tensor, count: int, length: int) -> list[Sequence[int]]:
