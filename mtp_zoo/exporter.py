@@ -92,12 +92,9 @@ def export(
         VerificationError: what was written is not what was meant.
         In each case there is no `out` afterwards, and the base is as it was.
     """
-    out = Path(os.path.abspath(Path(out).expanduser()))  # without `..`, so that no folder is made on the way
+    out = _plain_path(out)
     index = CheckpointIndex.open(base)
-    index.verify()
-    _refuse_overlap(out, index.root)
-    refuse_existing(out)
-    _refuse_quantized(index, head.family)
+    check_export(index, out, head.family)
     _refuse_misfit(head, index)
     facts = {
         "base": {"source": index.source, "path": str(index.root.absolute()), "revision": index.revision},
@@ -123,6 +120,24 @@ def export(
         head_bytes=sum(tensor.nbytes for tensor in plan.head),
         tensors_cast=_casts(plan, head),
     )
+
+
+def check_export(index: CheckpointIndex, out: str | Path, family: Family) -> None:
+    """Refuse what `export` would refuse whatever the head; for those who want to know before they train.
+
+    Raises:
+        CheckpointError, UnsupportedQuantizationError, OutputExistsError, ExportError: see `export`.
+    """
+    out = _plain_path(out)
+    index.verify()
+    _refuse_overlap(out, index.root)
+    refuse_existing(out)
+    _refuse_quantized(index, family)
+
+
+def _plain_path(out: str | Path) -> Path:
+    """Absolute and without `..`, so that no folder is made on the way."""
+    return Path(os.path.abspath(Path(out).expanduser()))
 
 
 def _refuse_overlap(out: Path, root: Path) -> None:

@@ -42,19 +42,18 @@ def command(
     Exit code 1 where some output differs from plain greedy decoding.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     from mtp_zoo import acceptance
     from mtp_zoo.checkpoint import CheckpointIndex
     from mtp_zoo.loader import load_head
+    from mtp_zoo.training.target import load_target
 
     quiet_transformers()
     precision = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}[dtype]
     loaded = load_head(head or checkpoint, dtype=precision, device=device)
     root = CheckpointIndex.open(checkpoint).root
     ids = _prompt_ids(root, prompts, prompt or [])
-    target: Any = AutoModelForCausalLM.from_pretrained(root, dtype=precision)
-    target.to(device).eval()
+    target = load_target(root, dtype=precision, device=device)
     measure = acceptance.replay if replay else acceptance.speculate
     report = measure(target, loaded, ids, k=k, max_new_tokens=max_new_tokens, eos=_eos(target))
     show(report.as_dict(), _text(report), as_json=as_json)
@@ -69,9 +68,9 @@ def _prompt_ids(root: Path, path: Path | None, texts: list[str]) -> list[list[in
         raise EmptyDatasetError("Reading prompts: there are none.", remedy="Pass --prompts FILE or --prompt TEXT.")
     if all("input_ids" in row for row in rows):
         return [list(row["input_ids"]) for row in rows]
-    from transformers import AutoTokenizer
+    from mtp_zoo.training.target import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(root)
+    tokenizer = load_tokenizer(root)
     return [_encode(tokenizer, row) for row in rows]
 
 

@@ -15,10 +15,13 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Train the head of a checkpoint on a frozen target, export it, and write report.html."""
+    from accelerate import PartialState
+
     from mtp_zoo.training.config import TrainConfig
     from mtp_zoo.training.trainer import train
 
     settings = TrainConfig.from_yaml(config)
     quiet_transformers()
     result = train(settings, resume=resume)
-    show(result.as_dict(), str(result), as_json=as_json)
+    if PartialState().is_main_process:
+        show(result.as_dict(), str(result), as_json=as_json)

@@ -29,7 +29,7 @@ def write_page(story: Story) -> None:
     )
     report.text(f"Strict load of the fine-tuned checkpoint: {story.refusal}")
     report.text(
-        f"The real draft/verify loop on {len(story.loop.prompts)} prompts of the last stage gave accept length "
+        f"The real draft/verify loop on {len(story.loop.prompts)} prompt(s) of the last stage gave accept length "
         f"{story.loop.accept_length:.3f}; its output equals plain greedy decoding: {story.loop.lossless}."
     )
     report.write(story.report)

@@ -78,7 +78,7 @@ class DataConfig(Section):
     )
     eval_fraction: Share | None = Field(
         default=None,
-        description="Share of the documents of `path` to hold out, drawn with `seed`. Give this or eval_path.",
+        description="Share of the records of `path` to hold out, drawn with `seed`. Give this or eval_path.",
     )
     max_length: Annotated[int, BeforeValidator(_no_bool), Field(ge=3)] = Field(
         default=2048,
@@ -215,6 +215,11 @@ class TrainConfig(Section):
     )
     init: Literal["checkpoint", "random"] = Field(
         default="checkpoint", description="Start from the checkpoint's head, or from random weights."
+    )
+    engine: Literal["vllm", "sglang"] | None = Field(
+        default=None,
+        description="The engine that will serve, for families on whose conventions engines differ; none takes the family's "
+        "training default.",
     )
 
     @field_validator("run_dir")

@@ -21,11 +21,12 @@ from accelerate.utils import gather_object
 from mtp_zoo.batch import PADDING, TokenBatch
 from mtp_zoo.checkpoint import CheckpointIndex
 from mtp_zoo.errors import ObjectiveError
-from mtp_zoo.exporter import export
+from mtp_zoo.exporter import check_export, export
 from mtp_zoo.head import DraftHead
 from mtp_zoo.loader import load_head
 from mtp_zoo.objective import MTPOutput, MTPStats, step_counts
 from mtp_zoo.overlay import refuse_existing
+from mtp_zoo.registry import resolve_family
 from mtp_zoo.targets import target_states
 from mtp_zoo.training.bar import TrainingBar
 from mtp_zoo.training.batches import BatchPlan
@@ -91,7 +92,7 @@ class Trainer:
         self.run = RunDirectory(config.run_dir)
         self._check_places()
         index = CheckpointIndex.open(config.model)
-        index.verify()
+        check_export(index, config.out, resolve_family(index.names, index.config))
         self.accelerator = make_accelerator(config)
         processes, device = self.accelerator.num_processes, self.accelerator.device
         tokenizer = load_tokenizer(index.root)
@@ -187,6 +188,7 @@ class Trainer:
             dtype=torch.float32,
             device=self.accelerator.device,
             init=config.init,
+            engine=config.engine,
             seed=config.seed,
         )
         freeze_unused(head, config.objective.depths)
