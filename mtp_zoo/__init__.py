@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from mtp_zoo.exporter import ExportReport, export
     from mtp_zoo.head import DraftHead, DraftModule
     from mtp_zoo.keymap import KeyMap
-    from mtp_zoo.loader import LoadReport, load_head, load_shared
+    from mtp_zoo.loader import LoadReport, load_head
     from mtp_zoo.objective import MTPObjective, MTPOutput, MTPStats, step_counts
     from mtp_zoo.registry import Family, get_family, list_families, register, resolve
     from mtp_zoo.rules import Rename, Skip, Split, Stack
-    from mtp_zoo.shared import SharedTensors
+    from mtp_zoo.shared import SharedTensors, load_shared
     from mtp_zoo.spec import HeadSpec, PerEngine
     from mtp_zoo.targets import target_states
     from mtp_zoo.training.config import TrainConfig
@@ -54,7 +54,7 @@ _HOME = {
     "get_family": "registry",
     "list_families": "registry",
     "load_head": "loader",
-    "load_shared": "loader",
+    "load_shared": "shared",
     "register": "registry",
     "replay": "acceptance",
     "resolve": "registry",

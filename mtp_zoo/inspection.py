@@ -110,7 +110,7 @@ def _plan(index: CheckpointIndex, resolution: Resolution) -> None:
 
 
 def _shared(index: CheckpointIndex, family: Family) -> tuple[dict[str, Any], list[str]]:
-    from mtp_zoo.loader import shared_names
+    from mtp_zoo.shared import shared_names
 
     try:
         names = shared_names(index, family)

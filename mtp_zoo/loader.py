@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry, TensorReader, stored_dtype, torch_dtype
-from mtp_zoo.errors import HeadCountError, SettingsError, SharedTensorError
+from mtp_zoo.errors import HeadCountError, SettingsError
 from mtp_zoo.head import DraftHead
 from mtp_zoo.keymap import FLOAT_DTYPES, Binding, KeyMap, LoadPlan, Move
 from mtp_zoo.progress import progress
 from mtp_zoo.quantization import refuse_quantized
 from mtp_zoo.registry import Family, Resolution, get_family, resolve, resolve_family
-from mtp_zoo.shared import SharedTensors
 from mtp_zoo.spec import Engine
 
 Init: TypeAlias = Literal["checkpoint", "random"]
@@ -123,12 +122,12 @@ def load_head(
         The head; `head.report` says what was read.
 
     Raises:
-        SettingsError: `init` or `dtype` is none of those above.
+        SettingsError: `init`, `dtype` or `engine` is none of those above.
         CheckpointError: the files can't be read as a checkpoint.
         UnresolvedFamilyError, HeadNotFoundError, HeadCountError, HeadMismatchError: see `mtp_zoo.errors`.
         UnsupportedQuantizationError: the head is stored quantised.
     """
-    _check_request(source, dtype, init, depths)
+    _check_request(source, dtype, init, depths, engine)
     index = CheckpointIndex.open(source)
     chosen = get_family(family) if isinstance(family, str) else family
     if init == "random":
@@ -139,12 +138,24 @@ def load_head(
     return head if target is None else head.attach(target)
 
 
-def _check_request(source: str | Path, dtype: torch.dtype | None, init: str, depths: int | None) -> None:
-    if init not in get_args(Init) or dtype not in (None, *map(torch_dtype, FLOAT_DTYPES)):
+def _check_request(
+    source: str | Path, dtype: torch.dtype | None, init: str, depths: int | None, engine: str | None
+) -> None:
+    allowed = {
+        "init": (init, get_args(Init)),
+        "dtype": (dtype, (None, *map(torch_dtype, FLOAT_DTYPES))),
+        "engine": (engine, (None, *get_args(Engine))),
+    }
+    wrong = [
+        f"{name}: expected one of {known}, got {value!r}"
+        for name, (value, known) in allowed.items()
+        if value not in known
+    ]
+    if wrong:
         raise SettingsError(
-            f"Loading the head of {source}: expected init to be one of {get_args(Init)} and dtype to be a float dtype "
-            f"or None, got {init!r} and {dtype}.",
-            remedy='Leave both out to get what the checkpoint stores, or ask for init="random".',
+            f"Loading the head of {source}: it can't be done as asked.",
+            remedy="Leave out what you do not need: by default the head comes as the checkpoint stores it.",
+            problems=wrong,
         )
     if depths is not None and (init != "random" or depths < 1):
         raise HeadCountError(
@@ -283,97 +294,3 @@ def _trunk_dtype(index: CheckpointIndex) -> str:
         if entry.dtype in ("BF16", "F16", "F32"):
             sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
     return max(sizes, key=lambda name: sizes[name], default="BF16")
-
-
-def load_shared(
-    source: str | Path,
-    *,
-    family: str | Family | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-) -> SharedTensors:
-    """Read the embedding, the lm_head and the final norm of a checkpoint, for callers without the target in memory.
-
-    Raises:
-        CheckpointError: the files can't be read as a checkpoint, or one that holds a shared tensor is damaged.
-        SharedTensorError: one of them is missing or misshapen, or the config says untied and there is no lm_head.
-        UnsupportedQuantizationError: one of them is stored quantised.
-    """
-    index = CheckpointIndex.open(source)
-    chosen = get_family(family) if isinstance(family, str) else (family or resolve_family(index.names, index.config))
-    names = shared_names(index, chosen)
-    wanted = dict.fromkeys(names.values())
-    index.check(wanted.__contains__)
-    entries = index.require(wanted)
-    refuse_quantized(entries, index.config, "shared tensors")
-    factory = chosen.block.build(index.config)
-    _check_shared(index, names, factory.config.hidden_size)
-    reader = TensorReader(index)
-    tensors: dict[str, Tensor] = {}
-    with progress("Reading the shared tensors", total=len(wanted)) as advance:
-        for entry in entries:
-            tensors[entry.name] = reader.read(entry).to(device=device, dtype=dtype)
-            advance()
-    norm = factory.norm()
-    norm.weight = nn.Parameter(tensors[names["final_norm"]], requires_grad=False)
-    embedding = nn.Embedding.from_pretrained(tensors[names["embedding"]])
-    lm_head = embedding if names["lm_head"] == names["embedding"] else _projection(tensors[names["lm_head"]])
-    return SharedTensors(embedding, lm_head, norm)
-
-
-def _check_shared(index: CheckpointIndex, names: Mapping[str, str], hidden: int) -> None:
-    found = {role: index.entries[name].shape for role, name in names.items()}
-    matrix = (*found["embedding"][:1], hidden)
-    expected = {"embedding": matrix, "lm_head": matrix, "final_norm": (hidden,)}
-    wrong = [
-        f"{names[role]}: expected {list(shape)}, found {list(found[role])}"
-        for role, shape in expected.items()
-        if found[role] != shape
-    ]
-    if wrong:
-        raise SharedTensorError(
-            f"Reading the shared tensors of {index.root}: their shapes are not those of one model.",
-            remedy="Restore the tensors, and the config.json that belongs to them, from the original checkpoint.",
-            problems=wrong,
-        )
-
-
-def _projection(weight: Tensor) -> nn.Module:
-    with torch.device("meta"):
-        module = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    module.weight = nn.Parameter(weight, requires_grad=False)
-    return module
-
-
-def shared_names(index: CheckpointIndex, family: Family) -> dict[str, str]:
-    """Names of `embedding`, `lm_head` and `final_norm` in this checkpoint; a tied lm_head has the embedding's name.
-
-    A name counts as present where the index lists it, also if no file holds it: reading then says which file is at fault.
-
-    Raises:
-        SharedTensorError: see `load_shared`.
-        ModelConfigError: the config contradicts itself on whether lm_head is tied.
-    """
-    target, present = family.target, index.names
-    prefixes = [prefix for prefix in target.prefixes if prefix + target.embedding in present]
-    if not prefixes:
-        raise SharedTensorError(
-            f"Looking for the embedding of {index.root}: none of "
-            f"{[prefix + target.embedding for prefix in target.prefixes]} is on disk.",
-            remedy="Point at the whole checkpoint, not at a directory that holds only the head.",
-        )
-    embedding, norm = prefixes[0] + target.embedding, prefixes[0] + target.final_norm
-    lm_heads = [name for name in target.lm_head if name in present]
-    if not lm_heads and not index.config.tied:
-        raise SharedTensorError(
-            f"Looking for the lm_head of {index.root}: config.json says tie_word_embeddings is false, and none of "
-            f"{list(target.lm_head)} is on disk.",
-            remedy="Restore the lm_head, or set tie_word_embeddings to true if the model was trained tied.",
-        )
-    if norm not in present:
-        raise SharedTensorError(
-            f"Looking for the final norm of {index.root}: '{norm}' is not on disk.",
-            remedy="Restore the tensor from the original checkpoint.",
-        )
-    lm_head = embedding if index.config.tied or not lm_heads else lm_heads[0]
-    return {"embedding": embedding, "lm_head": lm_head, "final_norm": norm}

@@ -21,9 +21,10 @@ from mtp_zoo.errors import (
     SourceNotFoundError,
     UnsafeCheckpointError,
 )
-from mtp_zoo.loader import load_head, load_shared
+from mtp_zoo.loader import load_head
 from mtp_zoo.registry import get_family
 from mtp_zoo.safetensors_header import encode_header
+from mtp_zoo.shared import load_shared
 from tests.tiny import tiny_config, tiny_tensors, write_checkpoint, write_index
 
 CONFIG = tiny_config()

@@ -165,6 +165,22 @@ def test_what_is_claimed_is_loaded_though_a_skip_matches_it_too() -> None:
     assert KeyMap(rules, {}).plan(stored).skipped == {"mtp.indexer.wk": "this head has no indexer"}
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mtp.experts.0.gate_proj.weight", True),
+        ("mtp.experts.11.up_proj.weight", True),
+        ("mtp.experts.0.gate_proj.weight_scale_inv", False),
+        ("model.mtp.experts.0.gate_proj.weight", False),
+        ("mtp.experts.e.gate_proj.weight", False),
+        ("mtp.experts.0.gate_projXweight", False),
+        ("mtp.experts.\u0663.gate_proj.weight", False),
+    ],
+)
+def test_a_rule_claims_whole_names_at_any_number(name: str, expected: bool) -> None:
+    assert claims(PER_EXPERT, name) is expected
+
+
 # Which of several stored forms
 
 

@@ -30,8 +30,9 @@ from mtp_zoo.errors import (
 )
 from mtp_zoo.families.qwen3_5 import FAMILY
 from mtp_zoo.keymap import Rename, Split, Stack, to_native
-from mtp_zoo.loader import load_head, load_shared
+from mtp_zoo.loader import load_head
 from mtp_zoo.registry import Family, Resolution
+from mtp_zoo.shared import load_shared
 from tests.allocations import PeakBytes
 from tests.key_maps import same_bits
 from tests.tiny import tiny_config, tiny_tensors, write_checkpoint, write_index
@@ -437,6 +438,16 @@ def test_a_damaged_head_shard_stops_it_before_anything_is_built(
     assert HEAD_FILE in str(caught.value)
 
 
+def test_a_file_that_nobody_can_read_or_describe_may_hold_a_tensor_of_the_head(tmp_path: Path) -> None:
+    """The head in the other file looks whole; which of two copies an engine would load is unknown."""
+    root = write_checkpoint(tmp_path, CONFIG, TENSORS)
+    (root / "extra.safetensors").write_bytes(b"junk")
+    with pytest.raises(BrokenCheckpointError, match=r"extra\.safetensors"):
+        load_head(root)
+    write_index(root, dict.fromkeys(TENSORS, "model.safetensors"))
+    assert load_head(root).report.tensors
+
+
 def test_a_tensor_that_the_index_lists_and_no_file_holds_is_named_with_the_file(tmp_path: Path) -> None:
     """https://github.com/huggingface/huggingface_hub/pull/4728"""
     layout = {file: [name for name in names if name != "mtp.fc.weight"] for file, names in SPLIT.items()}
@@ -501,10 +512,11 @@ def test_a_new_head_leaves_the_callers_random_numbers_alone(base: Path) -> None:
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
-        ({"init": "Random"}, SettingsError, r"init to be one of \('checkpoint', 'random'\) .* got 'Random' and None"),
-        ({"dtype": torch.int8}, SettingsError, r"a float dtype or None, got 'checkpoint' and torch\.int8"),
-        ({"dtype": torch.float8_e4m3fn}, SettingsError, r"got 'checkpoint' and torch\.float8_e4m3fn"),
-        ({"dtype": torch.complex64, "init": "random"}, SettingsError, r"got 'random' and torch\.complex64"),
+        ({"init": "Random"}, SettingsError, r"init: expected one of \('checkpoint', 'random'\), got 'Random'"),
+        ({"dtype": torch.int8}, SettingsError, r"dtype: expected one of \(None, torch\.bfloat16.*, got torch\.int8"),
+        ({"dtype": torch.float8_e4m3fn}, SettingsError, r"dtype: .* got torch\.float8_e4m3fn"),
+        ({"dtype": torch.complex64, "init": "random"}, SettingsError, r"dtype: .* got torch\.complex64"),
+        ({"engine": "vLLM"}, SettingsError, r"engine: expected one of \(None, 'vllm', 'sglang'\), got 'vLLM'"),
         ({"depths": 1}, HeadCountError, "got 1 with init='checkpoint'"),
         ({"depths": 0, "init": "random"}, HeadCountError, "expected depths >= 1"),
         ({"depths": -1, "init": "random"}, HeadCountError, "expected depths >= 1"),
@@ -531,6 +543,12 @@ def test_a_new_head_is_stored_as_most_of_the_trunk_is(tmp_path: Path, dtypes: li
     tensors = {f"model.layers.0.{dtype}": makers[dtype]() for dtype in dtypes}
     head = load_head(write_checkpoint(tmp_path, CONFIG, tensors), init="random")
     assert {value.dtype for value in head.weights().values()} == {expected}
+
+
+@pytest.mark.parametrize("engine", [None, "vllm", "sglang"])
+def test_the_engine_that_will_serve_is_kept_with_the_head(base: Path, engine: Any) -> None:
+    assert load_head(base, engine=engine).engine == engine
+    assert load_head(base, engine=engine, init="random").engine == engine
 
 
 # The report

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel
 
-import mtp_zoo.loader
 from mtp_zoo.batch import TokenBatch
+from mtp_zoo.checkpoint import TensorReader
 from mtp_zoo.errors import (
     BrokenCheckpointError,
     ModelConfigError,
@@ -27,8 +27,9 @@ from mtp_zoo.errors import (
 )
 from mtp_zoo.families.qwen3_5 import FAMILY
 from mtp_zoo.head import DraftHead
-from mtp_zoo.loader import load_head, load_shared
-from mtp_zoo.shared import SharedTensors
+from mtp_zoo.loader import load_head
+from mtp_zoo.shared import SharedTensors, load_shared
+from tests.allocations import PeakBytes
 from tests.heads import tiny_head, tiny_target
 from tests.tiny import text_config, tiny_config, tiny_tensors, write_checkpoint
 
@@ -164,12 +165,19 @@ def test_a_lost_file_is_blamed_and_not_the_tensor_in_it(tmp_path: Path, name: st
 def test_the_rest_of_the_checkpoint_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """https://github.com/sgl-project/sglang/pull/30456: these names hold no 'mtp', and are found all the same."""
     seen: list[str] = []
-    read = mtp_zoo.loader.TensorReader.read
-    monkeypatch.setattr(
-        mtp_zoo.loader.TensorReader, "read", lambda self, entry: (seen.append(entry.name), read(self, entry))[1]
-    )
+    read = TensorReader.read
+    monkeypatch.setattr(TensorReader, "read", lambda self, entry: (seen.append(entry.name), read(self, entry))[1])
     load_shared(write(tmp_path, {}))
     assert sorted(seen) == sorted([EMBEDDING, LM_HEAD, NORM])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_no_shared_tensor_is_held_twice(tmp_path: Path, tied: bool) -> None:
+    root = write(tmp_path, {LM_HEAD: None} if tied else {}, tiny_config(tied=tied))
+    with PeakBytes() as held:
+        load_shared(root)
+    vocabulary = TENSORS[EMBEDDING].nbytes
+    assert held.peak <= (1 if tied else 2) * vocabulary + 1_000 < (2 if tied else 3) * vocabulary
 
 
 def test_a_cast_is_asked_for(tmp_path: Path) -> None:
