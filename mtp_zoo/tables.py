@@ -19,7 +19,7 @@ def render_table(
 
     table = Table()
     for position, header in enumerate(headers):
-        table.add_column(header, justify="right" if position in right else "left", no_wrap=True)
+        table.add_column(header, justify="right" if position in right else "left")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     out = io.StringIO()
