@@ -32,8 +32,8 @@ from mtp_zoo.targets import target_states
 LONGEST_LOOP = 16
 """Longest cycle, in tokens, that counts as an output that ends in a loop."""
 
-REPLAY_BATCH = 16
-"""Prompts a pass of `replay`."""
+REPLAY_BATCH = 64
+"""Prompts a pass of `replay`; its states are held at once, its logits a row at a time."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,8 @@ def _leading_hits(target: Any, head: DraftHead, rows: Sequence[Sequence[int]], k
     leading = torch.zeros(tokens.shape, dtype=torch.int64, device=device)
     alive = torch.ones(tokens.shape, dtype=torch.bool, device=device)
     for depth, state in enumerate(states, start=1):
-        alive &= head.shared.logits(state.normed).argmax(-1) == tokens.slots(depth).labels
+        choices = torch.stack([head.shared.logits(row).argmax(-1) for row in state.normed])
+        alive &= choices == tokens.slots(depth).labels
         leading += alive
     return leading.tolist()
 

@@ -38,7 +38,6 @@ Domain = Literal["prose", "code"]
 Split = Literal["train", "held_out"]
 
 MIN_DOCSTRING = 60
-HELD_OUT_ONE_IN = 10
 TOPICS = "pydoc_data/topics.py"
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 # Tables rather than text, or packages that distributions split off and Python versions drop.
@@ -63,13 +62,14 @@ class Corpus:
         return [text for name, text in self.documents[domain].items() if is_held_out(name) == want]
 
 
-def load_corpus(stdlib: Path | None = None) -> Corpus:
-    """Read the corpus; takes a few seconds.
+def load_corpus(stdlib: Path | None = None, *, tenths: int = 10) -> Corpus:
+    """Read the corpus; the whole of it takes some seconds.
 
     A module that can't be read or parsed by the running Python is skipped.
 
     Args:
         stdlib: the standard library's directory; the running Python's own by default.
+        tenths: how many tenths of the modules to read, 2 to 10: the one that is held out, and as many more to train on.
 
     Raises:
         EmptyDatasetError: a domain lacks training or held-out text (a Python without its sources).
@@ -79,6 +79,8 @@ def load_corpus(stdlib: Path | None = None) -> Corpus:
     code: dict[str, str] = {}
     for path in _modules(root):
         name = path.relative_to(root).as_posix()
+        if _tenth(name) >= tenths:
+            continue
         docstrings, source = _divide(path)
         if docstrings:
             prose[name] = "\n\n".join(docstrings)
@@ -104,7 +106,11 @@ def tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> torch.Te
 
 def is_held_out(name: str) -> bool:
     """Whether the document of that path or topic is held out from training."""
-    return zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0
+    return _tenth(name) == 0
+
+
+def _tenth(name: str) -> int:
+    return zlib.crc32(name.encode()) % 10
 
 
 def _modules(root: Path) -> Iterator[Path]:

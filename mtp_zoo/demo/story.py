@@ -45,14 +45,16 @@ TITLES = {
 class Settings:
     """How much of everything; `SHORT` only shows that the machinery runs."""
 
-    tune_steps: int = 100
+    corpus_tenths: int = 5
+    windows: int = 4
+    tune_steps: int = 120
     tune_lr: float = 1e-3
-    head_steps: int = 120
+    head_steps: int = 130
     head_lr: float = 2e-3
     prompts: int = 64
     prompt_tokens: int = 96
     new_tokens: int = 64
-    block_prompts: int = 320
+    block_prompts: int = 192
     block_tokens: int = 64
     loop_prompts: int = 2
 
@@ -189,22 +191,23 @@ def _small_tensors() -> Generator[None]:
 
 def _tell(out: Path, seed: int, settings: Settings) -> Story:
     began = time.monotonic()
-    streams = _Streams(load_corpus(), AutoTokenizer.from_pretrained(BASE))
+    streams = _Streams(load_corpus(tenths=settings.corpus_tenths), AutoTokenizer.from_pretrained(BASE))
     target = _load_target(BASE)
     head = load_head(BASE, target=target, dtype=torch.float32)
     stages = [_measure("base", "prose", target, head, streams, settings)]
 
+    code = streams("code", "train")
+    how: dict[str, Any] = {"batch_size": settings.windows}
     with progress("Fine-tuning the model on code", total=settings.tune_steps) as advance:
-        code = streams("code", "train")
-        fine_tune(target, code, steps=settings.tune_steps, lr=settings.tune_lr, seed=100 + seed, progress=advance)
+        how |= {"steps": settings.tune_steps, "lr": settings.tune_lr, "seed": 100 + seed}
+        fine_tune(target, code, **how, progress=advance)
     tuned = _save_without_head(target, out / "tuned", streams.tokenizer)
     stages.append(_measure("target_tuned", "code", target, head, streams, settings))
     refusal = _refusal(tuned)
 
     with progress("Training the head on code", total=settings.head_steps) as advance:
-        history = train_head(
-            head, target, code, steps=settings.head_steps, lr=settings.head_lr, seed=200 + seed, progress=advance
-        )
+        how |= {"steps": settings.head_steps, "lr": settings.head_lr, "seed": 200 + seed}
+        history = train_head(head, target, code, **how, progress=advance)
     exported = export(head, base=tuned, out=out / "checkpoint", training={"demo_seed": seed, "steps": len(history)})
     target = _load_target(exported.out)
     head = load_head(exported.out, target=target, dtype=torch.float32)
