@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import jaxtyping
 import pytest
 
@@ -16,6 +17,11 @@ jaxtyping.install_import_hook(modules_with_shapes(), CHECKER)
 import torch  # noqa: E402 - behind the settings above
 import transformers  # noqa: E402
 
+# How busy the machine is must not decide whether a law holds.
+hypothesis.settings.register_profile(
+    "any_speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any_speed")
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
