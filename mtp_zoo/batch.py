@@ -27,8 +27,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int, Shaped
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mtp_zoo.errors import BatchError
@@ -39,7 +41,7 @@ IGNORED = -100
 PADDING = -1
 """Document id of a slot that holds no token."""
 
-Document: TypeAlias = tuple[Sequence[int], Sequence[bool]]
+Document: TypeAlias = "tuple[Sequence[int] | NDArray[np.int32], Sequence[bool] | NDArray[np.bool_]]"
 """Token ids of one document, and which of them are to be learnt."""
 
 

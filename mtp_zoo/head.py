@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from mtp_zoo.batch import TokenBatch
 from mtp_zoo.blocks import BlockFactory
 from mtp_zoo.chain_attention import register_attention
-from mtp_zoo.errors import FamilyDefinitionError, NotAttachedError
+from mtp_zoo.errors import FamilyDefinitionError, NotAttachedError, SharedTensorError
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.rollout import Rollout, run_rollout
 from mtp_zoo.shared import SharedTensors
@@ -79,11 +79,15 @@ class DraftDepth(nn.Module):
     def __init__(self, spec: HeadSpec, factory: BlockFactory, parts: dict[str, nn.Module]) -> None:
         super().__init__()
         hidden = factory.config.hidden_size
-        self.enorm = parts.get("enorm") or factory.norm()
-        self.hnorm = parts.get("hnorm") or factory.norm()
-        self.eh_proj = parts.get("eh_proj") or nn.Linear(2 * hidden, hidden, bias=False)
+        self.enorm = factory.norm()
+        self.hnorm = factory.norm()
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.block = factory.layer()
-        self.norm = parts.get("norm") or factory.norm()
+        self.norm = factory.norm()
+        for name, module in parts.items():
+            # A part of depth 0 is used here and stored there: past nn.Module, so that it is registered once.
+            delattr(self, name)
+            object.__setattr__(self, name, module)
         self.embedding_first = spec.fuse_order == "embed_hidden"
 
     def fuse(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
@@ -164,12 +168,23 @@ class DraftHead(nn.Module):
         return self._shared
 
     def attach(self, target: Any) -> DraftHead:
-        """Borrow embedding and lm_head from a transformers model or from `SharedTensors`; returns the head."""
-        self._shared = target if isinstance(target, SharedTensors) else SharedTensors.of(target)
+        """Borrow embedding and lm_head from a transformers model or from `SharedTensors`; returns the head.
+
+        Raises:
+            SharedTensorError: the target has no embedding or lm_head, or is of another width.
+        """
+        shared = target if isinstance(target, SharedTensors) else SharedTensors.of(target)
+        width = shared.lm_head_weight.shape[1]
+        if width != self.hidden_size:
+            raise SharedTensorError(
+                f"Attaching a target to the {self.family.name} head: expected hidden size {self.hidden_size}, got {width}.",
+                remedy="Attach the model that the head was loaded from.",
+            )
+        self._shared = shared
         return self
 
     def weights(self) -> dict[str, Tensor]:
-        """Every stored tensor by canonical name, parts that depths share once."""
+        """Every stored tensor by canonical name: the entries of `state_dict()`, with their graph."""
         stored = self.state_dict().keys()
         buffers = {name: value for name, value in self.named_buffers() if name in stored}
         return {**dict(self.named_parameters()), **buffers}

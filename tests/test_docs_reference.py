@@ -143,7 +143,7 @@ def test_the_json_of_a_command_has_the_documented_keys(words: list[str]) -> None
 
 def test_the_json_of_a_result_has_the_documented_keys(tmp_path: Path) -> None:
     report = AcceptanceReport(1, (PromptResult((1, 0), (5, 6, 7), (5, 6, 7)),))
-    story = Story((Stage("base", "prose", report, 1.0, 0.1),), report, "", [], 1.0, tmp_path, tmp_path)
+    story = Story((Stage("base", "prose", report, 0.1, 1.0, 0.1),), report, "", [], 1.0, tmp_path, tmp_path)
     trained = TrainResult(tmp_path, tmp_path, tmp_path, steps=1, seconds=1.0, tokens_per_second=1.0, metrics={})
     assert_same_keys(example("eval"), report.as_dict())
     assert_same_keys(example("demo"), story.as_dict())

@@ -23,7 +23,7 @@ WEIGHTS = (1.0, 0.8, 0.64)
 def train_head(
     head: DraftHead,
     target: PreTrainedModel,
-    token_ids: Int[Tensor, tokens],
+    token_ids: Int[Tensor, " tokens"],
     *,
     steps: int,
     lr: float,
