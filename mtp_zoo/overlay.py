@@ -63,10 +63,10 @@ def _claim(partial: Path, out: Path) -> int:
 
 def _publish(partial: Path, out: Path) -> None:
     for folder, _, _ in os.walk(partial):
-        _sync(Path(folder))
+        sync(Path(folder))
     refuse_existing(out)
     partial.rename(out)
-    _sync(out.parent)
+    sync(out.parent)
 
 
 def refuse_existing(out: Path) -> None:
@@ -77,7 +77,7 @@ def refuse_existing(out: Path) -> None:
         )
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Flush a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -116,7 +116,7 @@ class Overlay:
         """Copy `source` with its mode and times; a link is copied as the file that it points to."""
         place = self._place(name)
         shutil.copy2(source, place)
-        _sync(place)
+        sync(place)
         self.copied += 1
         self.bytes_written += place.stat().st_size
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mtp_zoo.errors import ResumeError
 from mtp_zoo.head import DraftHead
-from mtp_zoo.overlay import staging
-from mtp_zoo.training.files import read_object, sync
+from mtp_zoo.overlay import staging, sync
+from mtp_zoo.training.files import read_object
 from mtp_zoo.version import __version__
 
 COMPLETE = re.compile(r"step-\d{6,}")

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mtp_zoo.overlay import sync
+
 
 def write_atomic(path: Path, content: str) -> None:
     """Write text beside `path` and rename it into place, so that a reader sees the old file or the new one."""
@@ -29,12 +31,3 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"expected an object, got {type(content).__name__}")
     return content
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
