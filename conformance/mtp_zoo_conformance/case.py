@@ -1,0 +1,123 @@
+"""The records of a conformance case: what is run for a family, on what, and how close two sides must come.
+
+A case is data. It names a tiny configuration, writes out by hand the names and shapes of the head's tensors, and says where
+each stage of the head is found inside the engines' modules. How it is run is the same for every family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from mtp_zoo.spec import Engine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mtp_zoo_conformance.flips import Flip
+    from mtp_zoo_conformance.inputs import Requests
+
+Dtype = Literal["float32", "bfloat16"]
+Shapes = Mapping[str, tuple[int, ...]]
+Outputs = Mapping[str, "Tensor"]
+
+STAGES = ("embedding_norm", "hidden_norm", "fusion", "attention", "mlp", "output_norm", "recycle", "logits")
+"""Stages of a head in the order of its data flow; a difference is reported at the first that shows it."""
+
+TAP = "tap"
+"""The target's state that is handed to the head; compared where both sides run the target."""
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two sides may lie apart.
+
+    Attributes:
+        name: what the tolerance is called in records.
+        absolute: largest absolute difference of one entry.
+        reason: why this number.
+    """
+
+    name: str
+    absolute: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineView:
+    """What a family looks like inside one engine.
+
+    Attributes:
+        draft_class: class name of the engine's draft module.
+        stages: stage -> path of the engine's submodule whose output it is; `recycle` and `logits` need none.
+        leftovers: regular expressions of parameters that the engine takes from the target after loading, so that the
+            checkpoint's head does not fill them.
+        drop: config fields to drop on the engine's way in, dotted; each is a documented fault of the engine.
+        settings: what had to be set, swapped or dropped, in words, for the record.
+    """
+
+    draft_class: str
+    stages: Mapping[str, str]
+    leftovers: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One tiny checkpoint of a family.
+
+    Attributes:
+        name: unique in its case.
+        config: content of config.json.
+        prefix: of the language model's tensor names.
+        dtype: what both sides compute in.
+        not_run: engine -> why its module can't run this variant on a CPU. Never a pass: the cell says `not_judged`.
+        no_target: engine -> why its target can't run this variant; the head is judged, its tap is not.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    prefix: str = "model."
+    dtype: Dtype = "float32"
+    not_run: Mapping[Engine, str] = field(default_factory=dict)
+    no_target: Mapping[Engine, str] = field(default_factory=dict)
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The language model's part of a flat or nested config."""
+        return self.config.get("text_config", self.config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConformanceCase:
+    """Everything that a family is judged on.
+
+    Attributes:
+        family: name of the registered family.
+        variants: the checkpoints; the first is also the one whose conventions are flipped and that is served.
+        target_class: transformers class of the target.
+        head_shapes: text config -> native names and shapes of the head's tensors, written by hand.
+        norm_centre: the value about which the head's norm weights lie: 0 for zero-centred norms, 1 for direct ones.
+        reference: (tensors, text config, requests, drafts, recycle) -> outputs of the head in plain torch.
+        engines: the engines that serve the family.
+        stages: stage -> canonical path of our submodule, behind `depths.0.`.
+        flips: wrong conventions, each of which must be caught.
+        output_projections: canonical names (behind `depths.0.block.`) of the matrices that, set to zero, leave the block's
+            input as it is; and the same names in the target's layers. They build a head whose every draft is right.
+    """
+
+    family: str
+    variants: tuple[Variant, ...]
+    target_class: str
+    head_shapes: Callable[[Mapping[str, Any]], Shapes]
+    norm_centre: float
+    reference: Callable[[Outputs, Mapping[str, Any], Requests], Outputs]
+    engines: Mapping[Engine, EngineView]
+    stages: Mapping[str, str]
+    flips: tuple[Flip, ...]
+    output_projections: tuple[str, ...]
