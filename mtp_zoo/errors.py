@@ -28,9 +28,11 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     │   └── ChatTemplateError             messages were given and the tokenizer can't say which tokens the assistant wrote
     ├── SettingsError                     a training configuration that does not validate
     ├── ResumeError                       a training checkpoint that can't be continued
-    └── ExportError
-        ├── OutputExistsError             the output path is taken
-        └── VerificationError             what was written is not what was meant; nothing was published
+    ├── ExportError
+    │   ├── OutputExistsError             the output path is taken
+    │   └── VerificationError             what was written is not what was meant; nothing was published
+    └── ConformanceError                  a conformance run that can't be made as asked
+        └── EnvironmentSetupError         an engine's environment can't be made; the command ends with 3, not 2
 """
 
 from __future__ import annotations
@@ -168,3 +170,11 @@ class OutputExistsError(ExportError):
 
 class VerificationError(ExportError):
     """What was written is not what was meant; nothing was published."""
+
+
+class ConformanceError(MTPZooError):
+    """A conformance run that can't be made as asked."""
+
+
+class EnvironmentSetupError(ConformanceError):
+    """An engine's environment can't be made; what was half made is gone."""

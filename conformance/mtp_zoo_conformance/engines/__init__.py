@@ -1,0 +1,1 @@
+"""The engines that judge: their pinned environments, their workers, and our side of them."""
