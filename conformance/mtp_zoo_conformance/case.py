@@ -107,6 +107,9 @@ class ConformanceCase:
         engines: the engines that serve the family.
         stages: stage -> canonical path of our submodule, behind `depths.0.`.
         flips: wrong conventions, each of which must be caught.
+        inventories: folders of published inventories (under MTP_ZOO_INVENTORIES) that the key map must claim whole.
+        mtp_model: config fields that transformers' `MtpModel` asks for and published configs lack; None where it does not
+            know the family.
         output_projections: canonical names (behind `depths.0.block.`) of the matrices that, set to zero, leave the block's
             input as it is; and the same names in the target's layers. They build a head whose every draft is right.
     """
@@ -121,3 +124,5 @@ class ConformanceCase:
     stages: Mapping[str, str]
     flips: tuple[Flip, ...]
     output_projections: tuple[str, ...]
+    inventories: tuple[str, ...] = ()
+    mtp_model: Mapping[str, Any] | None = None

@@ -1,0 +1,1 @@
+"""Heads in plain torch, one file a family, written from the published conventions; nothing here imports `mtp_zoo`."""

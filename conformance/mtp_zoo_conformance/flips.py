@@ -1,0 +1,126 @@
+"""Flips: heads that are wrong in one convention. A case whose gates let a flip through does not test that convention.
+
+`CONVENTIONS` are flips of `HeadSpec` fields and apply to every family. A case adds those of its block, made by moving or
+shifting weights so that our right code computes what wrong code would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mtp_zoo.spec import Engine, HeadSpec, PerEngine
+
+if TYPE_CHECKING:
+    from mtp_zoo.head import DraftHead
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One wrong convention.
+
+    Attributes:
+        name: the convention.
+        spec: what to change in the spec, for a head that follows an engine (None: the training default).
+        weights: what to change in a loaded head.
+    """
+
+    name: str
+    spec: Callable[[HeadSpec, Engine | None], HeadSpec] | None = None
+    weights: Callable[[DraftHead], None] | None = None
+
+
+def _other_order(spec: HeadSpec, engine: Engine | None) -> HeadSpec:
+    del engine
+    other = "hidden_embed" if spec.fuse_order == "embed_hidden" else "embed_hidden"
+    return dataclasses.replace(spec, fuse_order=other)
+
+
+def _other_tap(spec: HeadSpec, engine: Engine | None) -> HeadSpec:
+    del engine
+    return dataclasses.replace(spec, hidden_tap="pre_norm" if spec.hidden_tap == "post_norm" else "post_norm")
+
+
+def _other_recycle(spec: HeadSpec, engine: Engine | None) -> HeadSpec:
+    other = "pre_norm" if spec.recycle.of(engine) == "post_norm" else "post_norm"
+    return dataclasses.replace(spec, recycle=PerEngine.same(other))
+
+
+def _other_position(spec: HeadSpec, engine: Engine | None) -> HeadSpec:
+    """Between `hidden` and `token` lies a shift of every position, to which rotary attention is blind."""
+    del engine
+    return dataclasses.replace(spec, position_rule="hidden" if spec.position_rule == "constant" else "constant")
+
+
+def _other_first_embedding(spec: HeadSpec, engine: Engine | None) -> HeadSpec:
+    return dataclasses.replace(spec, zero_first_embedding=PerEngine.same(not spec.zero_first_embedding.of(engine)))
+
+
+CONVENTIONS = (
+    Flip("fuse_order", spec=_other_order),
+    Flip("hidden_tap", spec=_other_tap),
+    Flip("recycle", spec=_other_recycle),
+    Flip("position_rule", spec=_other_position),
+    Flip("zero_first_embedding", spec=_other_first_embedding),
+)
+
+
+def without_unit_offset(head: DraftHead) -> None:
+    """Gain by the norm's weight where the family gains by one plus the weight."""
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            parameter.data -= 1
+
+
+def with_unit_offset(head: DraftHead) -> None:
+    """Gain by one plus the norm's weight where the family gains by the weight."""
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            parameter.data += 1
+
+
+def without_qk_norm(head: DraftHead) -> None:
+    """Queries and keys enter the attention as projected."""
+    attention = _attention(head)
+    attention.q_norm, attention.k_norm = nn.Identity(), nn.Identity()
+
+
+def gate_in_halves(head: DraftHead) -> None:
+    """Read the query projection as all queries, then all gates, where the family stores query and gate head by head."""
+    projection = _attention(head).q_proj.weight
+    size = _attention(head).head_dim
+    halves = projection.data.unflatten(0, (2, -1, size))
+    projection.data = halves.transpose(0, 1).flatten(0, 2).contiguous()
+
+
+def neighbouring_rotary_pairs(head: DraftHead) -> None:
+    """Rotate entries 2i and 2i+1 together where the family rotates i and i + half."""
+    attention = _attention(head)
+    turned = _rotary_size(head)
+    order = torch.arange(attention.head_dim)
+    order[:turned] = torch.cat([torch.arange(0, turned, 2), torch.arange(1, turned, 2)])
+    gates = attention.q_proj.out_features // attention.o_proj.in_features  # 2 where each query head carries its gate
+    for name, parts in (("q_proj", gates), ("k_proj", 1)):
+        weight = getattr(attention, name).weight
+        heads = weight.data.unflatten(0, (-1, parts, attention.head_dim)).clone()
+        heads[:, 0] = heads[:, 0, order]
+        weight.data = heads.flatten(0, 2)
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(attention, name, None)
+        if norm is not None:
+            norm.weight.data = norm.weight.data[order].contiguous()
+
+
+def _rotary_size(head: DraftHead) -> int:
+    """Rotated entries of each attention head."""
+    cos, _ = head.rotary(torch.zeros(1, 1, 1), torch.zeros(1, 1, dtype=torch.int64))
+    return cos.shape[-1]
+
+
+def _attention(head: DraftHead) -> Any:
+    return head.get_submodule("depths.0.block.self_attn")

@@ -1,0 +1,69 @@
+"""Tier forward: our head against heads that run here, on the CPU in FP32: plain torch, and transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import modeling_layers
+
+from mtp_zoo_conformance.inputs import Requests
+from mtp_zoo_conformance.prepared import Prepared
+from mtp_zoo_conformance.record import Cell, FlipResult
+from mtp_zoo_conformance.reference.chain import run_chain
+from mtp_zoo_conformance.tiers.judged import Judge, judge_flips, judge_outputs
+
+
+def judge(prepared: Prepared) -> tuple[list[Cell], list[FlipResult]]:
+    """Cells of the plain reference and of transformers' `MtpModel`; flips on the case's first variant.
+
+    Variants in a lower precision are left to the engines: here they would repeat their FP32 twins.
+    """
+    if prepared.dtype != torch.float32:
+        return [], []
+    plain = Judge("reference", torch.__version__, "forward")
+    theirs = prepared.case.reference(
+        load_file(prepared.checkpoint / "model.safetensors"), prepared.variant.text_config, prepared.requests
+    )
+    flips = judge_flips(prepared, plain, theirs) if prepared.is_first else []
+    return [*judge_outputs(prepared, plain, theirs), *_transformers(prepared)], flips
+
+
+def _transformers(prepared: Prepared) -> list[Cell]:
+    judge = Judge("transformers", transformers.__version__, "forward")
+    settings = prepared.case.mtp_model
+    if settings is None:
+        return []
+    if not hasattr(modeling_layers, "MtpModel"):
+        return [judge.cell(prepared, "all", "not_judged", "this transformers release has no MtpModel", expected=True)]
+    return judge_outputs(prepared, judge, mtp_model_outputs(prepared.checkpoint, settings, prepared.requests))
+
+
+@torch.no_grad()
+def mtp_model_outputs(checkpoint: Path, settings: Mapping[str, Any], requests: Requests) -> dict[str, Tensor]:
+    """What transformers' `MtpModel` (5.24, modeling_layers.py) gives for a recycled head, loaded by its own name map.
+
+    Args:
+        checkpoint: the checkpoint.
+        settings: config fields that `MtpModel` asks for and the published config lacks.
+        requests: the inputs.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    config = AutoConfig.from_pretrained(checkpoint).get_text_config()
+    for name, value in settings.items():
+        setattr(config, name, value)
+    main = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32).eval()
+    model = MtpModel.from_pretrained(main, dtype=torch.float32).eval()
+
+    def layer(ids: Tensor, states: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        out = model.forward_layer(0, states[None], positions[None], None, input_ids=ids[None])[0]
+        return {"recycle": out, "logits": main.lm_head(out)}
+
+    return run_chain(layer, requests)

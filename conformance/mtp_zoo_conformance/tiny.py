@@ -1,0 +1,70 @@
+"""Tiny checkpoints: a target by transformers' own class, a head by the case's hand-written names, random weights in both.
+
+Weights are far from trivial: a norm weight of exactly one, or a bias of zero, would hide a convention.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtp_zoo_conformance.case import ConformanceCase, Variant
+
+SPREAD = 0.2
+"""Standard deviation of vectors (norm weights, biases) about their centre."""
+
+
+def write_checkpoint(case: ConformanceCase, variant: Variant, folder: Path, *, seed: int = 0) -> Path:
+    """Write config.json and model.safetensors of a variant, stored in BF16 as published checkpoints are."""
+    tensors = {**target_tensors(case, variant, folder, seed=seed), **head_tensors(case, variant, seed=seed + 1)}
+    (folder / "config.json").write_text(json.dumps(dict(variant.config), indent=2), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def target_tensors(case: ConformanceCase, variant: Variant, folder: Path, *, seed: int) -> dict[str, Tensor]:
+    """The target's tensors under the names that transformers publishes them, behind the variant's prefix."""
+    model = target_model(case.target_class, variant.text_config, seed=seed)
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    return {re.sub(r"^model\.", variant.prefix, name): value.to(torch.bfloat16) for name, value in stored.items()}
+
+
+def target_model(name: str, text_config: Mapping[str, Any], *, seed: int) -> Any:
+    """A transformers causal language model with random weights, FP32."""
+    cls = getattr(transformers, name)
+    config = cls.config_class(**{key: value for key, value in text_config.items() if key != "architectures"})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = cls._from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.copy_(randomised(parameter))
+    return model
+
+
+def randomised(tensor: Tensor) -> Tensor:
+    """Random values of the same shape: matrices keep the scale of their input, vectors scatter about what they are.
+
+    Embeddings are matrices too: their rows are normed before anything reads them.
+    """
+    if tensor.ndim > 1:
+        return torch.randn(tensor.shape) * tensor.shape[-1] ** -0.5
+    return tensor + SPREAD * torch.randn(tensor.shape)
+
+
+def head_tensors(case: ConformanceCase, variant: Variant, *, seed: int) -> dict[str, Tensor]:
+    """The head's tensors under their native names."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        shapes = case.head_shapes(variant.text_config)
+        return {
+            name: randomised(torch.full(shape, case.norm_centre)).to(torch.bfloat16) for name, shape in shapes.items()
+        }
