@@ -1,0 +1,6 @@
+"""Stand-in for `torchvision.transforms.v2.functional`."""
+
+from ... import missing
+from .. import InterpolationMode  # noqa: F401
+
+__getattr__ = missing
