@@ -116,6 +116,23 @@ def neighbouring_rotary_pairs(head: DraftHead) -> None:
             norm.weight.data = norm.weight.data[order].contiguous()
 
 
+def other_rotary_base(head: DraftHead) -> None:
+    """Rotate every pair at twice its frequency."""
+    for buffer in head.rotary.buffers():
+        buffer.mul_(2)
+
+
+def tiled_kv_heads(head: DraftHead) -> None:
+    """Let query head h read key head h modulo the number of key heads, where the family shares a key head by neighbours."""
+    attention = _attention(head)
+    groups, size = attention.num_key_value_groups, attention.head_dim
+    heads = attention.o_proj.in_features // size
+    order = torch.arange(heads).unflatten(0, (groups, -1)).T.flatten()
+    queries, out = attention.q_proj.weight, attention.o_proj.weight
+    queries.data = queries.data.unflatten(0, (heads, -1))[order].flatten(0, 1)
+    out.data = out.data.unflatten(1, (heads, -1))[:, order].flatten(1)
+
+
 def _rotary_size(head: DraftHead) -> int:
     """Rotated entries of each attention head."""
     cos, _ = head.rotary(torch.zeros(1, 1, 1), torch.zeros(1, 1, dtype=torch.int64))

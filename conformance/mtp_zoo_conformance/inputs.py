@@ -30,9 +30,9 @@ class Requests:
     at positions 2 and 3, step 3 its second draft at 3 and 4.
     """
 
-    input_ids: Int[Tensor, "slots"]
+    input_ids: Int[Tensor, " slots"]
     hidden_states: Float[Tensor, "slots hidden"]
-    target_ids: Int[Tensor, "slots"]
+    target_ids: Int[Tensor, " slots"]
     seq_lens: tuple[int, ...]
     steps: int
 

@@ -15,6 +15,8 @@ from mtp_zoo_conformance.flips import (
     Flip,
     gate_in_halves,
     neighbouring_rotary_pairs,
+    other_rotary_base,
+    tiled_kv_heads,
     without_qk_norm,
     without_unit_offset,
 )
@@ -169,7 +171,9 @@ CASE = register_case(
         flips=(
             Flip("norm_weight", weights=without_unit_offset),
             Flip("rotary_pairs", weights=neighbouring_rotary_pairs),
+            Flip("rotary_base", weights=other_rotary_base),
             Flip("qk_norm", weights=without_qk_norm),
+            Flip("kv_heads", weights=tiled_kv_heads),
             Flip("attention_gate", weights=gate_in_halves),
         ),
         output_projections=("self_attn.o_proj.weight", "mlp.down_proj.weight"),
