@@ -72,7 +72,7 @@ class Caches:
         self.tables = self._block_tables(requests, max_len)
 
     def _block_tables(self, requests: int, max_len: int) -> list[Tensor]:
-        """Blocks [B, *] of every cache group. Groups lie over the same bytes, so no two share a block; block 0 is vLLM's own."""
+        """Blocks [B, *] of every cache group. Groups lie over the same bytes, so no two share a block; vLLM keeps block 0."""
         tables: list[Tensor] = []
         first = 1
         for group in self.config.kv_cache_groups:

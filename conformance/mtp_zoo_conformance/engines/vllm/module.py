@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from caches import Caches, Step
+from canary import Canary
 from safetensors.torch import load_file, save_file
+from settings import Job, engine_arguments, settings_in_words
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -24,10 +27,6 @@ from vllm.model_executor.models import supports_multimodal_embeddings
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.workspace import init_workspace_manager
-
-from caches import Caches, Step
-from canary import Canary
-from settings import Job, engine_arguments, settings_in_words
 
 SHORTEST_MODEL_LEN = 64
 

@@ -48,13 +48,12 @@ def prepare() -> list[str]:
 def main() -> None:
     """Run the manifest, or the one job, that is named on the command line."""
     shims = prepare()
-    import torch
-    import vllm
-    from vllm.platforms import current_platform
-
     import generate
     import job_server
     import module
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
 
     on_cpu: bool = current_platform.is_cpu()
 
