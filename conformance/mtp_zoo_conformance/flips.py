@@ -61,9 +61,12 @@ def _other_first_embedding(spec: HeadSpec, engine: Engine | None) -> HeadSpec:
     return dataclasses.replace(spec, zero_first_embedding=PerEngine.same(not spec.zero_first_embedding.of(engine)))
 
 
+TAP_FLIP = Flip("hidden_tap", spec=_other_tap)
+"""The one flip that shows in the target's states and not in the head."""
+
 CONVENTIONS = (
     Flip("fuse_order", spec=_other_order),
-    Flip("hidden_tap", spec=_other_tap),
+    TAP_FLIP,
     Flip("recycle", spec=_other_recycle),
     Flip("position_rule", spec=_other_position),
     Flip("zero_first_embedding", spec=_other_first_embedding),

@@ -22,6 +22,9 @@ from mtp_zoo_conformance.prepared import Prepared, prepare
 from mtp_zoo_conformance.record import EngineRecord, Record, Tier
 from mtp_zoo_conformance.tiers import forward, keys, module, serve
 
+Records = Mapping[str, Mapping[str, Any]]
+"""Job id -> what a worker wrote."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
@@ -78,7 +81,7 @@ def run(selection: Selection, pythons: Mapping[Engine, EnginePython], folder: Pa
                 record.cells += keys.judge_inventories(case)
         records = {engine: future.result() for engine, future in running.items()}
     for engine in selection.engines:
-        _judge_engine(engine, plan, records.get(engine, {}), record)
+        _judge_engine(engine, plan, records.get(engine), record)
     record.seconds = time.monotonic() - began
     return record
 
@@ -91,22 +94,22 @@ class _Plan:
         self.cases = selection.cases
         self.prepared = [prepare(case, variant, folder) for case in self.cases for variant in case.variants]
         wanted = self.cases if "serve" in selection.tiers else ()
-        self.served = [serve.prepare(case, folder / case.family / "served") for case in wanted]
+        self.servings = [serve.Serving(case, folder / case.family / "served") for case in wanted]
 
     def judged_by(self, engine: Engine) -> list[Prepared]:
         """Variants for the module tier."""
         wanted = self.prepared if "module" in self.selection.tiers else []
         return [prepared for prepared in wanted if engine in prepared.case.engines]
 
-    def served_by(self, engine: Engine) -> list[serve.Served]:
+    def served_by(self, engine: Engine) -> list[serve.Serving]:
         """Checkpoints for the serve tier."""
-        return [served for served in self.served if engine in served.case.engines]
+        return [serving for serving in self.servings if engine in serving.case.engines]
 
     def jobs(self, engine: Engine) -> list[Mapping[str, Any]]:
         """Everything that the engine's worker is to do."""
         modules = [module.job(prepared, engine, limit=self.limit) for prepared in self.judged_by(engine)]
-        serving = [job for served in self.served_by(engine) for job in served.jobs(engine, limit=self.limit)]
-        return [job for job in modules if job is not None] + serving
+        served = [job for serving in self.served_by(engine) for job in serve.jobs(serving, engine, limit=self.limit)]
+        return [job for job in modules if job is not None] + served
 
 
 def _judge_here(prepared: Prepared, selection: Selection, record: Record) -> None:
@@ -118,16 +121,17 @@ def _judge_here(prepared: Prepared, selection: Selection, record: Record) -> Non
         record.sensitivity += flips
 
 
-def _judge_engine(engine: Engine, plan: _Plan, records: Mapping[str, Mapping[str, Any]], record: Record) -> None:
+def _judge_engine(engine: Engine, plan: _Plan, records: Records | None, record: Record) -> None:
+    """Judge what an engine gave; `records` is None where it has no interpreter."""
     for prepared in plan.judged_by(engine):
-        cells, flips = module.judge(prepared, engine, records.get(module.job_id(prepared, engine)))
+        cells, flips = module.judge(prepared, engine, (records or {}).get(module.job_id(prepared, engine)))
         record.cells += cells
         record.sensitivity += flips
-    for served in plan.served_by(engine):
-        cells, heads = served.judge(engine, records)
+    for serving in plan.served_by(engine):
+        cells, heads = serve.judge(serving, engine, records)
         record.cells += cells
         record.served += heads
-    done = [found for found in records.values() if found.get("version")]
+    done = [found for found in (records or {}).values() if found.get("version")]
     if done:
         record.engines.append(_engine_record(engine, done, plan.cases))
 

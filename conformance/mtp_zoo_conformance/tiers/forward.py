@@ -16,7 +16,7 @@ from mtp_zoo_conformance.inputs import Requests
 from mtp_zoo_conformance.prepared import Prepared
 from mtp_zoo_conformance.record import Cell, FlipResult
 from mtp_zoo_conformance.reference.chain import run_chain
-from mtp_zoo_conformance.tiers.judged import Judge, judge_flips, judge_outputs
+from mtp_zoo_conformance.tiers.judged import Judge, judge_outputs, judged
 
 
 def judge(prepared: Prepared) -> tuple[list[Cell], list[FlipResult]]:
@@ -30,8 +30,8 @@ def judge(prepared: Prepared) -> tuple[list[Cell], list[FlipResult]]:
     theirs = prepared.case.reference(
         load_file(prepared.checkpoint / "model.safetensors"), prepared.variant.text_config, prepared.requests
     )
-    flips = judge_flips(prepared, plain, theirs) if prepared.is_first else []
-    return [*judge_outputs(prepared, plain, theirs), *_transformers(prepared)], flips
+    cells, flips = judged(prepared, plain, theirs)
+    return [*cells, *_transformers(prepared)], flips
 
 
 def _transformers(prepared: Prepared) -> list[Cell]:
@@ -41,7 +41,8 @@ def _transformers(prepared: Prepared) -> list[Cell]:
         return []
     if not hasattr(modeling_layers, "MtpModel"):
         return [judge.cell(prepared, "all", "not_judged", "this transformers release has no MtpModel", expected=True)]
-    return judge_outputs(prepared, judge, mtp_model_outputs(prepared.checkpoint, settings, prepared.requests))
+    theirs = mtp_model_outputs(prepared.checkpoint, settings, prepared.requests)
+    return judge_outputs(prepared, judge, theirs)
 
 
 @torch.no_grad()

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtp_zoo.errors import MTPZooError
 from mtp_zoo.spec import Engine
 from mtp_zoo_conformance import compare, ours
 from mtp_zoo_conformance.case import TAP
-from mtp_zoo_conformance.flips import CONVENTIONS, Flip
+from mtp_zoo_conformance.flips import CONVENTIONS, TAP_FLIP, Flip
 from mtp_zoo_conformance.prepared import Prepared
 from mtp_zoo_conformance.record import Cell, FlipResult, Tier, Verdict
+
+OURS = "ours"
+"""Stage of a cell that says why our side gave nothing."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,21 @@ def our_outputs(
     case = prepared.case
     head = ours.load(case, prepared.checkpoint, engine=judge.engine, dtype=dtype, flip=flip)
     out = ours.run(head, prepared.requests, theirs[compare.DRAFTS], case.stages)
-    if TAP in theirs and (flip is None or flip.spec is not None):
+    if TAP in theirs and flip in (None, TAP_FLIP):
         out[TAP] = ours.tap(head, prepared.checkpoint, prepared.requests, dtype)
     return out
+
+
+def judged(prepared: Prepared, judge: Judge, theirs: Mapping[str, Tensor]) -> tuple[list[Cell], list[FlipResult]]:
+    """All cells of one variant and judge; on the case's first variant, also the flips.
+
+    A head that does not even load here differs too; it does not end the run.
+    """
+    try:
+        cells = judge_outputs(prepared, judge, theirs)
+    except MTPZooError as error:
+        return [judge.cell(prepared, OURS, "differs", f"our side does not run: {error}")], []
+    return cells, judge_flips(prepared, judge, theirs) if prepared.is_first else []
 
 
 def judge_outputs(prepared: Prepared, judge: Judge, theirs: Mapping[str, Tensor]) -> list[Cell]:
@@ -103,7 +119,7 @@ def judge_flips(prepared: Prepared, judge: Judge, theirs: Mapping[str, Tensor]) 
     """
     results: list[FlipResult] = []
     for flip in (*CONVENTIONS, *prepared.case.flips):
-        if flip.name == "hidden_tap" and TAP not in theirs:
+        if flip is TAP_FLIP and TAP not in theirs:
             continue
         mine = our_outputs(prepared, judge, theirs, dtype=torch.float32, flip=flip)
         found = compare.differences(mine, theirs, prepared.requests, compare.fp32_tolerances(judge.name))

@@ -10,10 +10,10 @@ from typing import Any
 from safetensors.torch import load_file
 
 from mtp_zoo.spec import Engine
-from mtp_zoo_conformance.case import EngineView
+from mtp_zoo_conformance.case import TAP, EngineView
 from mtp_zoo_conformance.prepared import Prepared
 from mtp_zoo_conformance.record import Cell, FlipResult
-from mtp_zoo_conformance.tiers.judged import Judge, judge_flips, judge_outputs
+from mtp_zoo_conformance.tiers.judged import Judge, judged
 
 ALL = "all"
 LOADS = "loads"
@@ -63,10 +63,10 @@ def judge(prepared: Prepared, engine: Engine, record: Mapping[str, Any] | None) 
         return [who.cell(prepared, ALL, "not_judged", f"{record['error']}; log: {record['log']}")], []
     theirs = load_file(Path(prepared.folder) / engine / "outputs.safetensors")
     wrong = loading_problems(record, prepared.case.engines[engine])
-    cells = [who.cell(prepared, LOADS, "differs" if wrong else "pass", wrong), *judge_outputs(prepared, who, theirs)]
+    cells, flips = judged(prepared, who, theirs)
     if engine in variant.no_target:
-        cells.append(who.cell(prepared, "tap", "not_judged", variant.no_target[engine], expected=True))
-    return cells, judge_flips(prepared, who, theirs) if prepared.is_first else []
+        cells.append(who.cell(prepared, TAP, "not_judged", variant.no_target[engine], expected=True))
+    return [who.cell(prepared, LOADS, "differs" if wrong else "pass", wrong), *cells], flips
 
 
 def no_environment(engine: Engine) -> str:
