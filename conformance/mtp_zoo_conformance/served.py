@@ -34,18 +34,21 @@ from mtp_zoo.training.target import load_tokenizer
 from mtp_zoo_conformance.case import ConformanceCase, Dtype
 from mtp_zoo_conformance.tiny import target_model
 
-WORDS = 20
+TRAINED, UNTOUCHED, ORACLE, DEMO = "trained", "untouched", "oracle", "demo"
+SEED = 1
+
+WORDS = 18
 SUCCESSORS = (0.6, 0.3, 0.1)
 """The made-up language: `WORDS` tokens of the vocabulary; behind every pair of them one of these three likely tokens."""
 
 STREAM_TOKENS = 20_000
-BATCH, LENGTH = 8, 40
-TARGET_STEPS, TARGET_LR = 120, 4e-3
-HEAD_STEPS, HEAD_LR = 70, 3e-3
+BATCH, LENGTH = 8, 36
+TARGET_STEPS, TARGET_LR = 100, 4e-3
+HEAD_STEPS, HEAD_LR = 60, 3e-3
 """Enough for a head that is right in a good half of its first drafts; ten seconds on one slow core."""
 
 PROMPT_LENGTHS = (4, 9, 17, 30, 41, 60)
-DEMO_PROMPT_LENGTHS = (24, 31, 38, 45, 52, 59, 66, 73, 80, 87, 94, 101)
+DEMO_PROMPT_LENGTHS = (24, 35, 46, 57, 68, 79, 90, 101)
 NEW_TOKENS = 40
 """Tokens that are generated behind each prompt."""
 
@@ -69,6 +72,7 @@ class ServedCheckpoint:
             both have the same target.
         prompts: token ids.
         dtypes: what each engine computes in.
+        drafts: tokens that are drafted a step, one run each.
     """
 
     head: str
@@ -76,9 +80,15 @@ class ServedCheckpoint:
     plain: str
     prompts: tuple[tuple[int, ...], ...]
     dtypes: Mapping[Engine, Dtype]
+    drafts: tuple[int, ...] = (1, 2, 3)
+
+    @property
+    def has_own_target(self) -> bool:
+        """Whether its outputs without drafts are to be generated."""
+        return self.plain == self.head
 
 
-def build(case: ConformanceCase, folder: Path, *, seed: int = 0) -> tuple[ServedCheckpoint, ...]:
+def build(case: ConformanceCase, folder: Path, *, seed: int = SEED) -> tuple[ServedCheckpoint, ...]:
     """Make every checkpoint of a case, in new folders under `folder`, from a seed.
 
     Raises:
@@ -116,8 +126,8 @@ def _trained(case: ConformanceCase, folder: Path, seed: int) -> tuple[ServedChec
     mz.export(mz.load_head(first, family=case.family), base=first, out=again)
     prompts = _windows(language(text["vocab_size"], STREAM_TOKENS, seed=seed)[LENGTH:], PROMPT_LENGTHS)
     return (
-        ServedCheckpoint(head="trained", path=first, plain="trained", prompts=prompts, dtypes=FP32),
-        ServedCheckpoint(head="untouched", path=again, plain="trained", prompts=prompts, dtypes=FP32),
+        ServedCheckpoint(head=TRAINED, path=first, plain=TRAINED, prompts=prompts, dtypes=FP32),
+        ServedCheckpoint(head=UNTOUCHED, path=again, plain=TRAINED, prompts=prompts, dtypes=FP32, drafts=(3,)),
     )
 
 
@@ -135,7 +145,7 @@ def _oracle(case: ConformanceCase, folder: Path, seed: int) -> ServedCheckpoint:
         make_oracle(head, case)
     mz.export(head, base=base, out=folder / "oracle")
     prompts = _windows(torch.randint(text["vocab_size"], (STREAM_TOKENS,), generator=generator), PROMPT_LENGTHS)
-    return ServedCheckpoint(head="oracle", path=folder / "oracle", plain="oracle", prompts=prompts, dtypes=FP32)
+    return ServedCheckpoint(head=ORACLE, path=folder / "oracle", plain=ORACLE, prompts=prompts, dtypes=FP32)
 
 
 def make_oracle(head: DraftHead, case: ConformanceCase) -> None:
@@ -172,7 +182,7 @@ def _demo(folder: Path) -> tuple[ServedCheckpoint, ...]:
     mz.export(mz.load_head(DEMO_CHECKPOINT), base=DEMO_CHECKPOINT, out=out)
     text = tokens(load_tokenizer(DEMO_CHECKPOINT), load_corpus(tenths=2).text("prose", "held_out"))
     prompts = _windows(text, DEMO_PROMPT_LENGTHS)
-    return (ServedCheckpoint(head="demo", path=out, plain="demo", prompts=prompts, dtypes=DEMO_DTYPES),)
+    return (ServedCheckpoint(head=DEMO, path=out, plain=DEMO, prompts=prompts, dtypes=DEMO_DTYPES, drafts=(3,)),)
 
 
 def _none(folder: Path) -> tuple[ServedCheckpoint, ...]:

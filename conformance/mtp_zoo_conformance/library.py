@@ -1,0 +1,75 @@
+"""The library's side of the serve tier: what it generates and counts with a served checkpoint, and how clear its choices are.
+
+Everything is computed in FP32, whatever the engine computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import mtp_zoo as mz
+from mtp_zoo.acceptance import AcceptanceReport, speculate
+from mtp_zoo.spec import Engine
+from mtp_zoo.training.target import load_target
+from mtp_zoo_conformance.served import NEW_TOKENS, ServedCheckpoint
+
+
+class Library:
+    """One served checkpoint.
+
+    Args:
+        checkpoint: the checkpoint.
+        family: its family.
+    """
+
+    def __init__(self, checkpoint: ServedCheckpoint, family: str) -> None:
+        self.prompts = checkpoint.prompts
+        self.target = load_target(checkpoint.path, dtype=torch.float32)
+        self.head = mz.load_head(checkpoint.path, target=self.target, family=family, dtype=torch.float32).eval()
+        self._reports: dict[tuple[int, object, object], AcceptanceReport] = {}
+
+    def report(self, engine: Engine, k: int) -> AcceptanceReport:
+        """What the draft/verify loop counts on the prompts, under an engine's conventions."""
+        spec = self.head.spec
+        key = (k, spec.recycle.of(engine), spec.zero_first_embedding.of(engine))
+        if key not in self._reports:
+            self.head.engine = engine
+            self._reports[key] = speculate(
+                self.target, self.head, self.prompts, k=k, max_new_tokens=NEW_TOKENS, check=False
+            )
+        return self._reports[key]
+
+    @torch.no_grad()
+    def choices(self, prompt: int, output: Sequence[int]) -> tuple[list[int], list[float]]:
+        """The target's choice at each place of an output, and by how much its logit leads the second best.
+
+        One pass without a cache. An output is the target's plain greedy output if and only if it equals these choices.
+        """
+        ids = torch.tensor([[*self.prompts[prompt], *output]])
+        logits = self.target(input_ids=ids, use_cache=False).logits[0, len(self.prompts[prompt]) - 1 : -1]
+        best = logits.topk(2)
+        return best.indices[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
+
+    @torch.no_grad()
+    def draft_margin(self, engine: Engine, prompt: int, known: Sequence[int], depth: int) -> float:
+        """By how much the head's draft of a depth leads its second best.
+
+        Args:
+            engine: whose conventions to follow.
+            prompt: number of the prompt.
+            known: output tokens up to and with the drafts before this one, which were right.
+            depth: the draft's depth.
+        """
+        self.head.engine = engine
+        tokens = mz.TokenBatch.all_tokens(torch.tensor([[*self.prompts[prompt], *known]]))
+        states = self.head(tokens, mz.target_states(self.target, tokens, self.head.spec), depths=depth)
+        slot = tokens.shape[1] - 1 - depth
+        return _lead(self.head.shared.logits(states[-1].normed[0, slot]))
+
+
+def _lead(logits: Tensor) -> float:
+    first, second = logits.topk(2).values.tolist()
+    return first - second
