@@ -139,6 +139,6 @@ def fp32_tolerances(judge: Engine | str) -> dict[str, float]:
 
 def bf16_tolerances(rough: Mapping[str, Tensor], exact: Mapping[str, Tensor], requests: Requests) -> dict[str, float]:
     """Bounds from our own error: `rough` is our BF16 run, `exact` our FP32 run on the same inputs."""
-    nothing = dict.fromkeys((TAP, *STAGES, ROLLOUT_STAGE), 0.0)
+    nothing: dict[str, float] = dict.fromkeys((TAP, *STAGES, ROLLOUT_STAGE), 0.0)
     errors = worst(differences(rough, exact, requests, nothing))
     return {error.stage: BF16_FACTOR * error.max_abs for error in errors}

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 Verdict = Literal["pass", "differs", "not_judged"]
 Tier = Literal["keys", "forward", "module", "serve"]
 TIERS: tuple[Tier, ...] = ("keys", "forward", "module", "serve")
@@ -24,7 +26,8 @@ class Cell:
         engine_version: version of the judge, empty where it never started.
         tier: which tier.
         stage: which stage of the head, or which check.
-        max_abs_diff: largest difference, in the stage's unit; None where nothing was compared.
+        max_abs_diff: largest difference, in the stage's unit; None where nothing was compared, or where one side is not
+            finite (then `differs`, and the reason says so).
         tolerance: the bound; None for checks that hold or do not.
         verdict: `pass`, `differs`, or `not_judged`.
         reason: why, where it is not a plain pass.
@@ -46,13 +49,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class FlipResult:
-    """Whether a wrong convention was caught, and by how much the worst stage missed its tolerance."""
+    """Whether a wrong convention was caught, and the largest difference that it made (None where none was finite)."""
 
     family: str
     engine: str
     flip: str
     caught: bool
-    max_abs_diff: float
+    max_abs_diff: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,21 +133,4 @@ class Record:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Record:
         """The run that `as_dict` described."""
-        return cls(
-            cells=[Cell(**cell) for cell in data["cells"]],
-            sensitivity=[FlipResult(**flip) for flip in data["sensitivity"]],
-            served=[_served(row) for row in data["served"]],
-            engines=[_engine(row) for row in data["engines"]],
-            versions=dict(data["versions"]),
-            seconds=data["seconds"],
-        )
-
-
-def _served(row: dict[str, Any]) -> ServedHead:
-    tuples = {name: tuple(row[name]) for name in ("accepted", "library_accepted")}
-    return ServedHead(**{**row, **tuples})
-
-
-def _engine(row: dict[str, Any]) -> EngineRecord:
-    tuples = {name: tuple(row[name]) for name in ("draft_classes", "shims", "settings")}
-    return EngineRecord(**{**row, **tuples})
+        return TypeAdapter(cls).validate_python(data)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -22,7 +22,10 @@ from mtp_zoo_conformance.prepared import Prepared, prepare
 from mtp_zoo_conformance.record import EngineRecord, Record, Tier
 from mtp_zoo_conformance.tiers import forward, keys, module, serve
 
-Records = Mapping[str, Mapping[str, Any]]
+Job: TypeAlias = dict[str, Any]
+"""What a worker is to do."""
+
+Records: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Job id -> what a worker wrote."""
 
 
@@ -65,7 +68,7 @@ def run(selection: Selection, pythons: Mapping[Engine, EnginePython], folder: Pa
     began = time.monotonic()
     plan = _Plan(selection, folder, limit)
     record = Record(versions=versions())
-    jobs = {engine: plan.jobs(engine) for engine in selection.engines if engine in pythons}
+    jobs: dict[Engine, list[Job]] = {e: plan.jobs(e) for e in selection.engines if e in pythons}
     with progress("Judging", total=sum(map(len, jobs.values())) + len(plan.prepared)) as advance:
         # One worker an engine, side by side: each is one thread wide.
         with ThreadPoolExecutor(max_workers=max(len(jobs), 1)) as pool:
@@ -105,7 +108,7 @@ class _Plan:
         """Checkpoints for the serve tier."""
         return [serving for serving in self.servings if engine in serving.case.engines]
 
-    def jobs(self, engine: Engine) -> list[Mapping[str, Any]]:
+    def jobs(self, engine: Engine) -> list[Job]:
         """Everything that the engine's worker is to do."""
         modules = [module.job(prepared, engine, limit=self.limit) for prepared in self.judged_by(engine)]
         served = [job for serving in self.served_by(engine) for job in serve.jobs(serving, engine, limit=self.limit)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class Judge:
             engine_version=self.version,
             tier=self.tier,
             stage=stage,
-            max_abs_diff=difference.max_abs if difference else None,
+            max_abs_diff=difference.max_abs if difference and isfinite(difference.max_abs) else None,
             tolerance=difference.tolerance if difference else None,
             verdict=verdict,
             reason=reason,
@@ -123,8 +124,14 @@ def judge_flips(prepared: Prepared, judge: Judge, theirs: Mapping[str, Tensor]) 
             continue
         mine = our_outputs(prepared, judge, theirs, dtype=torch.float32, flip=flip)
         found = compare.differences(mine, theirs, prepared.requests, compare.fp32_tolerances(judge.name))
-        largest = max(difference.max_abs for difference in found)
+        finite = [difference.max_abs for difference in found if isfinite(difference.max_abs)]
         results.append(
-            FlipResult(prepared.case.family, judge.name, flip.name, compare.first_miss(found) is not None, largest)
+            FlipResult(
+                prepared.case.family,
+                judge.name,
+                flip.name,
+                compare.first_miss(found) is not None,
+                max(finite, default=None),
+            )
         )
     return results
