@@ -1,7 +1,7 @@
 """The `mtp-zoo` command: one verb a file; a verb imports torch only when it runs.
 
-Exit codes: 0 done, 1 the check that was asked for failed (a head that does not load, an output that is not lossless),
-2 a user error (`MTPZooError`, wrong options).
+Exit codes: 0 done, 1 the check that was asked for failed (a head that does not load, an output that is not lossless, a
+module that computes something else), 2 a user error (`MTPZooError`, wrong options), 3 something could not be judged.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from mtp_zoo.cli import demo, evaluate, export, families, inspect, train
+from mtp_zoo.cli import conform, demo, evaluate, export, families, inspect, train
 from mtp_zoo.errors import MTPZooError
 from mtp_zoo.version import __version__
 
@@ -27,6 +27,7 @@ app.command("inspect")(inspect.command)
 app.command("train")(train.command)
 app.command("eval")(evaluate.command)
 app.command("export")(export.command)
+app.command("conform")(conform.command)
 app.command("demo")(demo.command)
 
 
