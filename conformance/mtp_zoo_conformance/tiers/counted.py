@@ -20,6 +20,10 @@ STANDARD_ERRORS = 3.0
 text. So the accept lengths are two estimates of one number, and may lie this many standard errors (over prompts) apart."""
 
 
+COUNTING_ERROR = "CountingError"
+"""What a worker raises where the engine ran, but its steps could not be followed. Any other error is the engine's own."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of an engine.
@@ -118,7 +122,7 @@ def _not_finished(run: Run) -> Cell:
     """A checkpoint that was refused is a finding; an engine that broke down or was too slow is none."""
     if run.record is None:
         return run.cell("loads", "not_judged", "the worker left no record")
-    refused = run.record["status"] == "error"
+    refused = run.record["status"] == "error" and not run.record["error"].startswith(COUNTING_ERROR)
     reason = f"{run.record['error']}; log: {run.record['log']}"
     return run.cell("loads", "differs" if refused else "not_judged", reason)
 
@@ -254,7 +258,7 @@ def _accept_length(run: Run) -> float:
     """Tokens a verify step."""
     assert run.record is not None
     counters = run.record["counters"]
-    return 1 + counters["accepted"] / max(counters["verify_steps"], 1)
+    return (counters["accepted"] + counters["verify_steps"]) / max(counters["verify_steps"], 1)
 
 
 def _row(run: Run, report: AcceptanceReport) -> ServedHead:
