@@ -88,7 +88,7 @@ def command(
     tiers: tuple[Tier, ...] = tuple(name.value for name in tier or TierName)
     selection = Selection(families=tuple(family) if family else None, engines=tuple(engines), tiers=tiers)
     pythons: dict[Engine, EnginePython] = {name: found for name in engines if (found := own.get(name) or find(name))}
-    assert selection.cases  # an unknown family is told before anything is made
+    _ = selection.cases  # an unknown family is told before anything is made
     if report is not None:
         _made("--report", report)  # and so is a place that can't be written to
     folder = _folder(keep)

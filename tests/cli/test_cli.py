@@ -45,7 +45,9 @@ def prompts_file(folder: Path, *rows: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["list"], ["list", "--json"], ["train", "--help"], ["conform", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["list"], ["list", "--json"], ["train", "--help"], ["conform", "--help"]]
+)
 def test_light_commands_import_no_torch(arguments: list[str]) -> None:
     code = (
         f"import sys; sys.argv = ['mtp-zoo', *{arguments}]\n"
