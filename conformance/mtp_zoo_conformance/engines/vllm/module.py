@@ -84,9 +84,8 @@ def start(config: VllmConfig) -> torch.device:
         current_platform.set_device(device)
         current_platform.check_if_supports_dtype(config.model_config.dtype)
         init_workspace_manager(device, 1)
-    with set_current_vllm_config(config):
-        store = Path(tempfile.mkdtemp()) / "store"
-        init_worker_distributed_environment(config, 0, f"file://{store}", 0, current_platform.dist_backend)
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+        init_worker_distributed_environment(config, 0, f"file://{folder}/store", 0, current_platform.dist_backend)
     return device
 
 

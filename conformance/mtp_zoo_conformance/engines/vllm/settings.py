@@ -85,5 +85,5 @@ def _walk(part: Any, path: Sequence[str]) -> Any:
 def _remove(part: Any, name: str) -> None:
     if isinstance(part, dict):
         part.pop(name, None)
-    elif name in vars(part) if part is not None else False:
+    elif hasattr(part, name):
         delattr(part, name)

@@ -2,6 +2,8 @@
 
 Imports vLLM once (about 15 s on two cores) and runs the manifest's jobs, see `job_server`. Written for vLLM 0.32.0.
 Nothing of vLLM is patched; a stand-in for torchvision is put in its place where the real one can't be imported.
+vLLM looks at every model class that it meets for the first time in a subprocess, 15 s each, and keeps what it saw in its own
+cache (`VLLM_CACHE_ROOT`): the first jobs in a new home are that much slower than the later ones.
 """
 
 from __future__ import annotations
