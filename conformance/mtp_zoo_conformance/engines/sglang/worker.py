@@ -1,0 +1,96 @@
+"""The SGLang worker: `python worker.py MANIFEST.json`, run by the interpreter of an environment with SGLang.
+
+Imports SGLang and its models once (about 20 s on two cores) and runs the manifest's jobs, see `job_server`. Written for
+SGLang 0.5.23.
+
+Where there is no accelerator and no build of SGLang's kernel package, the stand-ins of `shim` are put in force; an SGLang
+that runs on an accelerator runs as it is. `sglang.Engine` spawns processes, and each of them runs this file once more as
+`__mp_main__`: all that they need too stands outside `main`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for a GPU must not initialise CUDA: a forked child could not use it
+    "TOKENIZERS_PARALLELISM": "false",
+}
+CPU_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",  # tiny models; and a forked child must not inherit a pool of threads that aren't there
+}
+"""Set where the user has not, before torch and SGLang are imported."""
+
+
+def prepare() -> None:
+    """Environment, and import hooks; runs in every process, before SGLang is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    here, parent = str(HERE), str(HERE.parent)
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    if parent not in sys.path:
+        sys.path.append(parent)  # at the end: this folder's parent has a folder that is called sglang
+    import torch
+
+    if not torch.accelerator.is_available():
+        for name, value in CPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if importlib.util.find_spec("sgl_kernel") is None:
+            import shim
+
+            shim.install()
+    import canary
+    from shim.importing import AfterImport
+
+    sys.meta_path.insert(0, AfterImport({canary.LOADER: canary.watch}))
+
+
+def main() -> None:
+    """Run the manifest, or the one job, that is named on the command line."""
+    import generate
+    import job_server
+    import module
+    import sglang
+    import torch
+    from settings import on_cpu
+    from sglang.srt.models.registry import ModelRegistry
+
+    ModelRegistry.get_supported_archs()  # imports every model once, for all jobs
+    cpu = on_cpu()
+
+    def facts() -> dict[str, Any]:
+        return {
+            "engine": "sglang",
+            "version": sglang.__version__,
+            "torch": torch.__version__,
+            "device": "cpu" if cpu else str(torch.accelerator.current_accelerator()),
+            "device_name": processor() if cpu else torch.cuda.get_device_name(),
+        }
+
+    job_server.serve({"module": module.run_module, "generate": generate.run_generate}, facts, fork=cpu)
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+prepare()
+if __name__ == "__main__":
+    main()
