@@ -76,7 +76,14 @@ def test_an_engine_that_computes_something_else_differs(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"unfilled": ["model.fc.weight"]}, "parameters that no tensor of the checkpoint filled: ['model.fc.weight']"),
+        (
+            {"unfilled": ["model.fc.weight"]},
+            "parameters of the draft that no tensor of the checkpoint filled: ['model.fc.weight']",
+        ),
+        (
+            {"target_unfilled": ["lm_head"]},
+            "parameters of the target that no tensor of the checkpoint filled: ['lm_head']",
+        ),
         ({"draft_class": "EagleLlama"}, "expected the draft module Qwen3_5MTP, the engine built EagleLlama"),
     ],
 )

@@ -79,9 +79,11 @@ def loading_problems(record: Mapping[str, Any], view: EngineView) -> str:
     problems: list[str] = []
     if record["draft_class"] != view.draft_class:
         problems.append(f"expected the draft module {view.draft_class}, the engine built {record['draft_class']}")
-    unfilled = [
-        name for name in record["unfilled"] if not any(re.fullmatch(pattern, name) for pattern in view.leftovers)
-    ]
-    if unfilled:
-        problems.append(f"parameters that no tensor of the checkpoint filled: {unfilled}")
+    for whose in ("unfilled", "target_unfilled"):
+        left = [
+            name for name in record.get(whose, ()) if not any(re.fullmatch(known, name) for known in view.leftovers)
+        ]
+        if left:
+            part = "draft" if whose == "unfilled" else "target"
+            problems.append(f"parameters of the {part} that no tensor of the checkpoint filled: {left}")
     return "; ".join(problems)
