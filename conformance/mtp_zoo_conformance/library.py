@@ -1,11 +1,12 @@
 """The library's side of the serve tier: what it generates and counts with a served checkpoint, and how clear its choices are.
 
-Everything is computed in FP32, whatever the engine computes in.
+Everything is computed in FP32, whatever the engine computes in; only `bf16_error` looks at BF16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Library:
     """
 
     def __init__(self, checkpoint: ServedCheckpoint, family: str) -> None:
-        self.prompts = checkpoint.prompts
+        self.prompts, self.path = checkpoint.prompts, checkpoint.path
         self.target = load_target(checkpoint.path, dtype=torch.float32)
         self.head = mz.load_head(checkpoint.path, target=self.target, family=family, dtype=torch.float32).eval()
         self._reports: dict[tuple[int, object, object], AcceptanceReport] = {}
@@ -48,10 +49,19 @@ class Library:
 
         One pass without a cache. An output is the target's plain greedy output if and only if it equals these choices.
         """
-        ids = torch.tensor([[*self.prompts[prompt], *output]])
-        logits = self.target(input_ids=ids, use_cache=False).logits[0, len(self.prompts[prompt]) - 1 : -1]
-        best = logits.topk(2)
+        best = self._logits(self.target, prompt, output).topk(2)
         return best.indices[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
+
+    @torch.no_grad()
+    def bf16_error(self, prompt: int, output: Sequence[int]) -> float:
+        """Largest difference that BF16 makes to any of the target's logits along an output."""
+        rough = self._logits(load_target(self.path, dtype=torch.bfloat16), prompt, output).float()
+        return float((rough - self._logits(self.target, prompt, output)).abs().max())
+
+    def _logits(self, target: Any, prompt: int, output: Sequence[int]) -> Tensor:
+        """[tokens, vocab]: what each token of an output was chosen from."""
+        ids = torch.tensor([[*self.prompts[prompt], *output]])
+        return target(input_ids=ids, use_cache=False).logits[0, len(self.prompts[prompt]) - 1 : -1]
 
     @torch.no_grad()
     def draft_margin(self, engine: Engine, prompt: int, known: Sequence[int], depth: int) -> float:

@@ -43,6 +43,9 @@ class FakeLibrary:
     def choices(self, prompt: int, output: Sequence[int]) -> tuple[list[int], list[float]]:
         return OUTPUTS[prompt], [self.margin] * len(output)
 
+    def bf16_error(self, prompt: int, output: Sequence[int]) -> float:
+        return 0.1
+
     def draft_margin(self, engine: Engine, prompt: int, known: Sequence[int], depth: int) -> float:
         self.asked.append((prompt, len(known), depth))
         return self.margin
@@ -281,6 +284,17 @@ def test_bf16_is_judged_by_accept_length_and_own_plain_outputs(accepted: int, ve
     assert cell.max_abs_diff == pytest.approx((accepted - 11) / 7)
     assert {found.verdict for found in cells if found.stage == "greedy"} == {"pass"}
     assert rows[0].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("margin", "verdict"), [(0.2, "pass"), (0.3, "differs")])
+def test_bf16_outputs_may_part_at_a_tie(margin: float, verdict: str) -> None:
+    made = serving(FakeLibrary(margin=margin), checkpoint("demo", dtypes={"vllm": "bfloat16"}, drafts=(3,)))
+    records = answers(made, "vllm")
+    records["serve/qwen3_5/demo/3/vllm"]["outputs"][1][-1] = 5
+    cell = only([c for c in serve.judge(made, "vllm", records)[0] if c.variant == "demo, k=3"], "greedy")
+    assert cell.verdict == verdict
+    assert cell.reason.startswith("numeric tie: ") == (verdict == "pass")
+    assert "prompt 1, token 39: 5, plain decoding has 239" in cell.reason
 
 
 def test_no_environment_is_one_cell_that_says_how_to_get_one() -> None:

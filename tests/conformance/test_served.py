@@ -108,6 +108,10 @@ def test_plain_choices_are_the_output_of_the_loop(trained: Library) -> None:
         assert min(margins) > 1e-4, "a near tie: engines need not choose alike"
 
 
+def test_bf16_errs_by_less_than_a_logit_and_by_more_than_nothing(trained: Library) -> None:
+    assert 0 < trained.bf16_error(0, trained.report("vllm", 3).prompts[0].output) < 0.5
+
+
 def test_engines_with_equal_conventions_share_a_report(trained: Library) -> None:
     assert trained.report("vllm", 3) is trained.report("sglang", 3)
 
