@@ -8,7 +8,7 @@ HEART := mtp_zoo/keymap.py,mtp_zoo/loader.py,mtp_zoo/objective.py,mtp_zoo/losses
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo demo-short test lint types docs benchmarks clean
+.PHONY: demo demo-short test conformance lint types docs benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/mtp-zoo demo
@@ -17,10 +17,14 @@ demo-short: $(STAMP)
 	$(BIN)/mtp-zoo demo --short --json --out build/demo-short
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --cov --cov-report=
+	$(BIN)/python -m pytest -m "not (module or serve)" --cov --cov-report=
 	$(BIN)/coverage report
 	@echo "Coverage of the heart:"
 	$(BIN)/coverage report --include="$(HEART)" --fail-under=95
+
+conformance: $(STAMP)
+	$(BIN)/mtp-zoo conform --install vllm --install sglang
+	$(BIN)/mtp-zoo conform --report build/conformance
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ from mtp_zoo.registry import Family
 from mtp_zoo.spec import HeadSpec, PerEngine
 from mtp_zoo.training.config import TrainConfig
 from mtp_zoo.training.result import TrainResult
+from tests.conformance.records import parity
 from tests.pages import DOCS, ROOT, fences, headings, prose
 
 SHIPPED = str(ROOT / "mtp_zoo/demo/assets/tiny-qwen3_5")
@@ -55,6 +56,38 @@ def test_a_stale_table_is_found_and_rewritten(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "argv", ["make_config_docs.py", "--page", str(page)])
     assert script.main() == 0
     assert page.read_text(encoding="utf-8") == current
+
+
+def test_the_pages_hold_the_recorded_conformance_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_conformance_docs.py", "--check"])
+    assert load_script("make_conformance_docs").main() == 0
+
+
+def test_another_run_is_recorded_in_both_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    for name in ("docs/conformance.md", "README.md"):
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps(parity().as_dict()), encoding="utf-8")
+    script = load_script("make_conformance_docs")
+    for words, code in ((["--check", str(run)], 1), ([str(run)], 0), (["--check"], 0)):
+        monkeypatch.setattr(sys, "argv", ["make_conformance_docs.py", "--root", str(tmp_path), *words])
+        assert script.main() == code
+    assert "bodies of the sgl_kernel operators in plain torch" in (tmp_path / "docs/conformance.md").read_text()
+    row = next(line for line in (tmp_path / "README.md").read_text().splitlines() if line.startswith("| `qwen3_5`"))
+    assert row.split(" | ")[1:] == [
+        "Qwen3.5 / 3.6 / 3.8, dense",
+        "1 of 1 variants, 2.1e-06 (tolerance 2.0e-05), 2 of 2 flips caught",
+        "2 of 2 variants, 3.4e-06 (tolerance 1.0e-04), 2 of 2 flips caught, 1 of 1 served heads",
+        "1 of 1 variants, 8.9e-07 (tolerance 1.0e-05), 2 of 2 flips caught |",
+    ]
+
+
+def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="expected one"):
+        load_script("make_conformance_docs").with_part(page, "")
 
 
 def test_the_tables_hold_every_field_of_the_configuration() -> None:
@@ -146,6 +179,7 @@ def test_the_json_of_a_result_has_the_documented_keys(tmp_path: Path) -> None:
     story = Story((Stage("base", "prose", report, 0.1, 1.0, 0.1),), report, "", [], 1.0, tmp_path, tmp_path)
     trained = TrainResult(tmp_path, tmp_path, tmp_path, steps=1, seconds=1.0, tokens_per_second=1.0, metrics={})
     assert_same_keys(example("eval"), report.as_dict())
+    assert_same_keys(example("conform"), parity().as_dict())
     assert_same_keys(example("demo"), story.as_dict())
     assert_same_keys(example("train"), trained.as_dict())
     assert sorted(example("export")) == sorted(field.name for field in dataclasses.fields(ExportReport))

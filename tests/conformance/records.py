@@ -77,7 +77,7 @@ def parity() -> Record:
                 settings=(),
             ),
         ],
-        versions={"mtp_zoo": "0.1.0", "torch": "2.13.0+cpu"},
+        versions={"mtp_zoo": "0.1.0", "torch": "2.13.0+cpu", "transformers": "5.24.0"},
         seconds=321.0,
     )
 

@@ -102,7 +102,7 @@ def test_the_text_says_what_was_ours() -> None:
     assert "ours, not the engine's: nothing" in text
     assert "ours, not the engine's: bodies of the sgl_kernel operators in plain torch" in text
     assert "hybrid (tap): not judged: bf16 only" in text
-    assert text.endswith("Parity. 321 s; mtp_zoo 0.1.0, torch 2.13.0+cpu")
+    assert text.endswith("Parity. 321 s; mtp_zoo 0.1.0, torch 2.13.0+cpu, transformers 5.24.0")
 
 
 @pytest.mark.parametrize("record", [parity(), Record()], ids=["full", "empty"])
