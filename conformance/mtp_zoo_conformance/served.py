@@ -13,7 +13,7 @@ All but the demo's are stored in FP32: every side then computes from the same nu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,10 @@ FP32: Mapping[Engine, Dtype] = {"vllm": "float32", "sglang": "float32"}
 DEMO_DTYPES: Mapping[Engine, Dtype] = {"vllm": "bfloat16", "sglang": "float32"}
 """vLLM's gated delta net runs on a CPU in BF16 only."""
 
+DEMO_NOT_RUN: Mapping[Engine, str] = {
+    "vllm": "vLLM's gated delta net (chunk_gated_delta_rule_cpu) takes head sizes of 64 and 128 on a CPU, the demo's have 32"
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedCheckpoint:
@@ -73,6 +77,7 @@ class ServedCheckpoint:
         prompts: token ids.
         dtypes: what each engine computes in.
         drafts: tokens that are drafted a step, one run each.
+        not_run: engine -> why it can't run the target on a CPU.
     """
 
     head: str
@@ -81,6 +86,7 @@ class ServedCheckpoint:
     prompts: tuple[tuple[int, ...], ...]
     dtypes: Mapping[Engine, Dtype]
     drafts: tuple[int, ...] = (1, 2, 3)
+    not_run: Mapping[Engine, str] = field(default_factory=dict)
 
     @property
     def has_own_target(self) -> bool:
@@ -126,8 +132,10 @@ def _trained(case: ConformanceCase, folder: Path, seed: int) -> tuple[ServedChec
     mz.export(mz.load_head(first, family=case.family), base=first, out=again)
     prompts = _windows(language(text["vocab_size"], STREAM_TOKENS, seed=seed)[LENGTH:], PROMPT_LENGTHS)
     return (
-        ServedCheckpoint(head=TRAINED, path=first, plain=TRAINED, prompts=prompts, dtypes=FP32),
-        ServedCheckpoint(head=UNTOUCHED, path=again, plain=TRAINED, prompts=prompts, dtypes=FP32, drafts=(3,)),
+        ServedCheckpoint(head=TRAINED, path=first, plain=TRAINED, prompts=prompts, dtypes=FP32, not_run=_not_run(case)),
+        ServedCheckpoint(
+            head=UNTOUCHED, path=again, plain=TRAINED, prompts=prompts, dtypes=FP32, not_run=_not_run(case)
+        ),
     )
 
 
@@ -145,7 +153,8 @@ def _oracle(case: ConformanceCase, folder: Path, seed: int) -> ServedCheckpoint:
         make_oracle(head, case)
     mz.export(head, base=base, out=folder / "oracle")
     prompts = _windows(torch.randint(text["vocab_size"], (STREAM_TOKENS,), generator=generator), PROMPT_LENGTHS)
-    return ServedCheckpoint(head=ORACLE, path=folder / "oracle", plain=ORACLE, prompts=prompts, dtypes=FP32)
+    out = folder / "oracle"
+    return ServedCheckpoint(head=ORACLE, path=out, plain=ORACLE, prompts=prompts, dtypes=FP32, not_run=_not_run(case))
 
 
 def make_oracle(head: DraftHead, case: ConformanceCase) -> None:
@@ -182,7 +191,15 @@ def _demo(folder: Path) -> tuple[ServedCheckpoint, ...]:
     mz.export(mz.load_head(DEMO_CHECKPOINT), base=DEMO_CHECKPOINT, out=out)
     text = tokens(load_tokenizer(DEMO_CHECKPOINT), load_corpus(tenths=2).text("prose", "held_out"))
     prompts = _windows(text, DEMO_PROMPT_LENGTHS)
-    return (ServedCheckpoint(head=DEMO, path=out, plain=DEMO, prompts=prompts, dtypes=DEMO_DTYPES, drafts=(3,)),)
+    demo = ServedCheckpoint(
+        head=DEMO, path=out, plain=DEMO, prompts=prompts, dtypes=DEMO_DTYPES, drafts=(3,), not_run=DEMO_NOT_RUN
+    )
+    return (demo,)
+
+
+def _not_run(case: ConformanceCase) -> Mapping[Engine, str]:
+    """A server needs the target, so it can run no variant whose target or module can't."""
+    return {**case.variants[0].no_target, **case.variants[0].not_run}
 
 
 def _none(folder: Path) -> tuple[ServedCheckpoint, ...]:

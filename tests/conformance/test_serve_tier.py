@@ -114,7 +114,7 @@ def test_jobs_run_each_target_once_without_drafts_and_each_head_with_them() -> N
         FakeLibrary(),
         checkpoint("trained", drafts=(1, 2, 3)),
         checkpoint("untouched", plain="trained", drafts=(3,)),
-        checkpoint("demo", dtypes={"vllm": "bfloat16"}, drafts=(3,)),
+        checkpoint("demo", dtypes={**BOTH, "vllm": "bfloat16"}, drafts=(3,), not_run={"sglang": "no kernel"}),
     )
     found = {engine: [(job["id"], job["dtype"]) for job in serve.jobs(made, engine, limit=60)] for engine in BOTH}
     assert [name.split("/", 2)[2] for name, _ in found["vllm"]] == [
@@ -295,6 +295,15 @@ def test_bf16_outputs_may_part_at_a_tie(margin: float, verdict: str) -> None:
     assert cell.verdict == verdict
     assert cell.reason.startswith("numeric tie: ") == (verdict == "pass")
     assert "prompt 1, token 39: 5, plain decoding has 239" in cell.reason
+
+
+def test_what_an_engine_cannot_run_is_not_judged_as_expected() -> None:
+    made = serving(FakeLibrary(), checkpoint(), checkpoint("demo", not_run={"vllm": "no kernel"}))
+    cells, rows = serve.judge(made, "vllm", answers(made, "vllm"))
+    assert [(c.variant, c.stage, c.reason, c.expected) for c in cells if c.verdict != "pass"] == [
+        ("demo", "all", "no kernel", True)
+    ]
+    assert {row.head for row in rows} == {"trained"}
 
 
 def test_no_environment_is_one_cell_that_says_how_to_get_one() -> None:

@@ -53,7 +53,7 @@ class Serving:
 def runs(serving: Serving, engine: Engine) -> Iterator[tuple[ServedCheckpoint, int]]:
     """(checkpoint, drafts a step) of every run of an engine; without drafts once for each target, first."""
     for checkpoint in serving.checkpoints:
-        if engine in checkpoint.dtypes:
+        if engine not in checkpoint.not_run:
             drafts = [k for k in checkpoint.drafts if k not in SKIPPED[engine]]
             yield from ((checkpoint, k) for k in ([0] if checkpoint.has_own_target else []) + drafts)
 
@@ -100,8 +100,12 @@ def judge(
         records: job id -> what the worker wrote; None where no worker was there to run anything.
     """
     if records is None:
-        return [_no_environment(serving.case.family, engine)], []
-    cells: list[Cell] = []
+        return [_not_judged(serving, engine, ALL, no_environment(engine), expected=False)], []
+    cells = [
+        _not_judged(serving, engine, checkpoint.head, checkpoint.not_run[engine], expected=True)
+        for checkpoint in serving.checkpoints
+        if engine in checkpoint.not_run
+    ]
     rows: list[ServedHead] = []
     plain: dict[str, list[list[int]]] = {}
     for checkpoint, k in runs(serving, engine):
@@ -115,14 +119,15 @@ def judge(
     return cells, rows
 
 
-def _no_environment(family: str, engine: Engine) -> Cell:
+def _not_judged(serving: Serving, engine: Engine, variant: str, reason: str, *, expected: bool) -> Cell:
     return Cell(
-        family=family,
-        variant=ALL,
+        family=serving.case.family,
+        variant=variant,
         engine=engine,
         engine_version="",
         tier="serve",
         stage=ALL,
         verdict="not_judged",
-        reason=no_environment(engine),
+        reason=reason,
+        expected=expected,
     )
