@@ -184,7 +184,7 @@ class _Setup:
 
     def pip(self, words: list[str], advance: Callable[[], None]) -> None:
         """Install exactly what is named."""
-        command = [str(_python(self.folder)), "-m", "pip", "install", "--no-deps", *words]
+        command = [str(_python(self.folder)), "-m", "pip", "install", "--no-deps", "--no-compile", *words]
         self.run("installing packages", command, advance)
 
     def output(self, act: str, code: str) -> str:
