@@ -49,7 +49,7 @@ def run_module(job: Job) -> dict[str, Any]:
     save_file({name: value.contiguous().cpu() for name, value in outputs.items()}, path)
     return {
         **logged(draft=True),
-        "backend": " + ".join(backends(draft.draft_runner.attn_backend)),
+        "backend": backends(draft.draft_runner.attn_backend)[0],  # a head's block is full attention
         "kernels": {"target_attention": backends(target.model_runner.attn_backend)},
         "settings": settings_in_words(job, cpu_backend=CPU_BACKEND),
     }

@@ -5,14 +5,13 @@ What is set, and why, is also said in words in every record.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import canary
 import torch
+from dropped import without_fields
 from shim import ledger
 
 Job = dict[str, Any]
@@ -43,7 +42,7 @@ def server_arguments(job: Job, *, cpu_backend: str, drafts: int, requests: int, 
     if job.get("device") not in (None, device):
         raise RuntimeError(f"the job asks for {job['device']}, this SGLang runs on {device}")
     arguments: dict[str, Any] = {
-        "model_path": str(prepared(job)),
+        "model_path": str(without_fields(job)),
         "dtype": job["dtype"],
         "device": device,
         "skip_tokenizer_init": True,
@@ -73,38 +72,9 @@ def settings_in_words(job: Job, *, cpu_backend: str) -> list[str]:
     words = ["no radix cache, no CUDA graphs, no overlapped scheduling: every pass is computed, one after the other"]
     if on_cpu():
         words.append(f"attention backend {cpu_backend}")
+        words.append("torch.compile off")
         words.append(f"convolution windows of linear attention in {job['dtype']}, as the rest")
     return words + [f"config field dropped: {field}" for field in job.get("drop", ())]
-
-
-def prepared(job: Job) -> Path:
-    """The checkpoint, or, where config fields are to be dropped, a folder of links to it beside a shorter config.json."""
-    checkpoint = Path(job["checkpoint"])
-    if not job.get("drop"):
-        return checkpoint
-    folder = Path(job["folder"]) / "checkpoint"
-    folder.mkdir(exist_ok=True)
-    for file in checkpoint.iterdir():
-        link = folder / file.name
-        link.unlink(missing_ok=True)
-        link.symlink_to(file.resolve())
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    for part in (config, config.get("text_config", {})):
-        drop(part, job["drop"])
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
-
-
-def drop(part: dict[str, Any], fields: Sequence[str]) -> None:
-    """Remove dotted fields where they are."""
-    for field in fields:
-        *path, name = field.split(".")
-        inner: Any = part
-        for step in path:
-            inner = inner.get(step) if isinstance(inner, dict) else None
-        if isinstance(inner, dict):
-            inner.pop(name, None)
 
 
 def keep_logs(job: Job) -> None:

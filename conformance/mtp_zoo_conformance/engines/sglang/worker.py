@@ -4,12 +4,13 @@ Imports SGLang and its models once (about 20 s on two cores) and runs the manife
 SGLang 0.5.23.
 
 Where there is no accelerator and no build of SGLang's kernel package, the stand-ins of `shim` are put in force; an SGLang
-that runs on an accelerator runs as it is. `sglang.Engine` spawns processes, and each of them runs this file once more as
-`__mp_main__`: all that they need too stands outside `main`.
+that runs on an accelerator runs as it is. There `sglang.Engine` spawns processes, and each of them runs this file once more
+as `__mp_main__`: all that they need too stands outside `main`.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import platform
@@ -22,14 +23,17 @@ HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",  # tiny models; and a forked child must not inherit a pool of threads that aren't there
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for a GPU must not initialise CUDA: a forked child could not use it
     "TOKENIZERS_PARALLELISM": "false",
 }
+"""Set where the user has not, before torch is imported."""
+
 CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    "OMP_NUM_THREADS": "1",  # tiny models; and a forked child must not inherit a pool of threads that aren't there
+    "TORCH_COMPILE_DISABLE": "1",  # SGLang compiles a few helpers: seconds in every job, and a C++ compiler is wanted
 }
-"""Set where the user has not, before torch and SGLang are imported."""
+"""Set where the user has not, before SGLang is imported, where there is no accelerator."""
 
 
 def prepare() -> None:
@@ -67,6 +71,7 @@ def main() -> None:
     from sglang.srt.models.registry import ModelRegistry
 
     ModelRegistry.get_supported_archs()  # imports every model once, for all jobs
+    gc.freeze()  # what was imported stays: SGLang collects garbage several times a job, half a second each on this heap
     cpu = on_cpu()
 
     def facts() -> dict[str, Any]:
