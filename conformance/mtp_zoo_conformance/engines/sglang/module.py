@@ -189,6 +189,8 @@ class Hooks:
         # one row at a time, as SGLang would compute it for that row
         rows = [self._processor._get_logits(states[i : i + 1], head, metadata) for i in range(len(states))]
         logits = torch.cat(rows)
+        if not bool(own.isfinite().all()):
+            return logits  # the canary says what was not filled
         bound = 32 * torch.finfo(states.dtype).eps * float(own.abs().max())
         difference = float((logits[last].float() - own.float()).abs().max())
         if not difference <= bound:
