@@ -104,6 +104,20 @@ def test_a_worker_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monke
     assert ended(int((tmp_path / "a" / "child").read_text()))
 
 
+def test_a_job_ends_with_its_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_limit", lambda _: 2.0)
+    code = """
+    import job_server
+    def run(job):
+        Path(job["folder"], "child").write_text(str(os.getpid()))
+        time.sleep(60)
+    job_server.serve({"module": run}, lambda: {"engine": "vllm", "version": "0"}, fork=True)
+    """
+    found = run_jobs(HERE, jobs(tmp_path, "a", limit=60.0), tmp_path, worker=worker(tmp_path, code))["a"]
+    assert found["status"] == "died"
+    assert ended(int((tmp_path / "a" / "child").read_text()))
+
+
 def ended(pid: int) -> bool:
     """Whether a process is gone, or dead and not yet collected by whoever took it over."""
     for _ in range(100):
