@@ -94,7 +94,7 @@ def parity(record: Record, family: str, judge: str) -> str:
         words += f", {sum(flip.caught for flip in flips)} of {len(flips)} flips caught"
     served = [group.verdict.partition(",")[0] for group in tables.groups(cells) if group.tier == "serve"]
     if served:
-        words += f", {served.count('pass')} of {len(served)} served heads"
+        words += f", {served.count('pass')} of {len(served)} served runs"
     return words
 
 

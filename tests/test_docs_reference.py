@@ -78,7 +78,7 @@ def test_another_run_is_recorded_in_both_pages(tmp_path: Path, monkeypatch: pyte
     assert row.split(" | ")[1:] == [
         "Qwen3.5 / 3.6 / 3.8, dense",
         "1 of 1 variants, 2.1e-06 (tolerance 2.0e-05), 2 of 2 flips caught",
-        "2 of 2 variants, 3.4e-06 (tolerance 1.0e-04), 2 of 2 flips caught, 1 of 1 served heads",
+        "2 of 2 variants, 3.4e-06 (tolerance 1.0e-04), 2 of 2 flips caught, 1 of 1 served runs",
         "1 of 1 variants, 8.9e-07 (tolerance 1.0e-05), 2 of 2 flips caught |",
     ]
 

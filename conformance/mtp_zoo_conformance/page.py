@@ -27,7 +27,7 @@ def page(record: Record) -> Report:
     _served(report, record)
     for engine in record.engines:
         report.heading(f"{engine.engine} {engine.version}")
-        report.table(("", ""), list(tables.engine_lines(engine)))
+        report.table(("", ""), [(what, thing) for what, things in tables.engine_facts(engine) for thing in things])
     report.heading("Not a plain pass")
     report.text("\n".join(f"{place}: {remark}" for place, remark in tables.remarks(record)) or "Nothing.")
     report.data("record", record.as_dict())

@@ -9,7 +9,7 @@ from pathlib import Path
 from mtp_zoo.tables import render_table
 from mtp_zoo.training.files import write_atomic
 from mtp_zoo_conformance import tables
-from mtp_zoo_conformance.record import Cell, Record
+from mtp_zoo_conformance.record import Cell, EngineRecord, Record
 from mtp_zoo_conformance.tables import Row
 
 JSON, PAGE = "conformance.json", "index.html"
@@ -30,9 +30,18 @@ def _blocks(record: Record) -> Iterator[str]:
     if remarks:
         yield "\n".join(["Not a plain pass:", *remarks])
     for engine in record.engines:
-        lines = [f"  {what}: {how}" for what, how in tables.engine_lines(engine)]
-        yield "\n".join([f"{engine.engine} {engine.version}", *lines])
+        yield "\n".join([f"{engine.engine} {engine.version}", *_facts(engine, indent="  ", mark="")])
     yield f"{tables.end(record)} {record.seconds:.0f} s; {tables.versions(record)}"
+
+
+def _facts(engine: EngineRecord, *, indent: str, mark: str) -> Iterator[str]:
+    """What is known of an engine's run, a line a fact, and a line a thing where there are several."""
+    for what, things in tables.engine_facts(engine):
+        if len(things) == 1:
+            yield f"{indent}{mark}{what}: {things[0]}"
+        else:
+            yield f"{indent}{mark}{what}:"
+            yield from (f"{indent}    {mark}{thing}" for thing in things)
 
 
 def write(record: Record, folder: Path) -> None:
@@ -70,9 +79,9 @@ def _sections(record: Record) -> Iterator[str]:
         yield from _section("Drafts, counted by engine and library", note)
         yield from markdown_table(tables.SERVED, tables.served_rows(record))
     yield from _section("What ran, and what was ours")
-    rows = [(f"{e.engine} {e.version}", what, how) for e in record.engines for what, how in tables.engine_lines(e)]
-    yield from markdown_table(("engine", "", ""), rows)
-    yield from _section("Not a plain pass")
+    for engine in record.engines:
+        yield from (f"**{engine.engine} {engine.version}**", "", *_facts(engine, indent="", mark="- "), "")
+    yield from ("### Not a plain pass", "")
     remarks = [f"- {place}: {remark}" for place, remark in tables.remarks(record)]
     yield from remarks or ["Nothing."]
 

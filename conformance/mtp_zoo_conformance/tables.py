@@ -163,14 +163,14 @@ def _where(cells: Sequence[Cell]) -> str:
     return ", ".join(variants) if stages == ["all"] else f"{', '.join(variants)} ({', '.join(stages)})"
 
 
-def engine_lines(engine: EngineRecord) -> Iterator[tuple[str, str]]:
-    """(what, how it was) of an engine's run. What was ours is always said, also where it was nothing."""
-    yield "ran on", f"{engine.device}, torch {engine.torch}"
-    yield "attention", engine.backend
-    yield "draft modules", ", ".join(engine.draft_classes)
-    yield "ours, not the engine's", "; ".join(engine.shims) or "nothing"
+def engine_facts(engine: EngineRecord) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(what, how it was, one entry a thing) of an engine's run. What was ours is always said, also where it was nothing."""
+    yield "ran on", (f"{engine.device}, torch {engine.torch}",)
+    yield "attention", (engine.backend,)
+    yield "draft modules", (", ".join(engine.draft_classes),)
+    yield "ours, not the engine's", engine.shims or ("nothing",)
     if engine.settings:
-        yield "set for the run", "; ".join(engine.settings)
+        yield "set for the run", engine.settings
 
 
 def end(record: Record) -> str:

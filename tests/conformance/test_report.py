@@ -102,6 +102,9 @@ def test_the_text_says_what_was_ours() -> None:
     assert "ours, not the engine's: nothing" in text
     assert "ours, not the engine's: bodies of the sgl_kernel operators in plain torch" in text
     assert "hybrid (tap): not judged: bf16 only" in text
+    several = dataclasses.replace(parity().engines[1], shims=("norms", "attention"))
+    assert "  ours, not the engine's:\n      norms\n      attention" in report.text(Record(engines=[several]))
+    assert "- ours, not the engine's:\n    - norms\n    - attention" in report.markdown(Record(engines=[several]))
     assert text.endswith("Parity. 321 s; mtp_zoo 0.1.0, torch 2.13.0+cpu, transformers 5.24.0")
 
 
@@ -130,5 +133,4 @@ def test_the_markdown_has_a_column_for_every_judge() -> None:
 
 
 def test_nothing_ends_a_cell_of_markdown_but_its_end() -> None:
-    piped = dataclasses.replace(parity().engines[0], shims=("a | b",))
-    assert "a \\| b" in report.markdown(Record(engines=[piped]))
+    assert list(report.markdown_table(("a", "b"), [("x | y", "")])) == ["| a | b |", "|--|--|", "| x \\| y |  |"]
