@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ def _stage_figure(cells: Sequence[Cell]) -> Any:
         height = stages.index(cell.stage) + aside
         axes.plot(max(cell.max_abs_diff or 0.0, FLOOR), height, "o", color=color, markersize=4, label=name)
         axes.plot(cell.tolerance or FLOOR, height, "|", color=color, markersize=9, alpha=0.6)
-    axes.set_xscale("log")
+    _logarithmic(axes)
     _legend(axes)
     return figure
 
@@ -77,7 +78,7 @@ def _flip_figure(flips: Sequence[FlipResult]) -> Any:
         color, aside = colors[flip.engine]
         height, mark = names.index(flip.flip) + aside, "o" if flip.caught else "x"
         axes.plot(max(flip.max_abs_diff or FLOOR, FLOOR), height, mark, color=color, markersize=4, label=flip.engine)
-    axes.set_xscale("log")
+    _logarithmic(axes)
     _legend(axes)
     return figure
 
@@ -121,6 +122,16 @@ def _axes(rows: Sequence[str], unit: str) -> tuple[Any, Any]:
     axes.set_xlabel(unit)
     axes.grid(alpha=0.3)
     return figure, axes
+
+
+def _logarithmic(axes: Any) -> None:
+    """Whole decades, the only ones that are labelled."""
+    from matplotlib.ticker import NullFormatter
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.set_xlim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _legend(axes: Any) -> None:

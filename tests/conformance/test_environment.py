@@ -33,7 +33,7 @@ if words[:2] == ["-m", "venv"]:
     shutil.copy(__file__, folder / "bin" / "python")
 elif words[:2] == ["-m", "pip"]:
     packages = Path(__file__).parents[1] / "lib/python3/site-packages"
-    for name in [words[4]] if "==" in words[4] else Path(words[5]).read_text().split():
+    for name in [words[5]] if "==" in words[5] else Path(words[6]).read_text().split():
         print("Collecting", name, flush=True)
         (packages / (name + ".dist-info")).mkdir(parents=True, exist_ok=True)
     failure = state / "failure"
@@ -78,8 +78,8 @@ def test_an_environment_is_made_once(state: Path, capsys: pytest.CaptureFixture[
     assert made.python.is_file()
     assert [line.partition(" /")[0] for line in calls(state)] == [
         "-m venv",
-        "-m pip install --no-deps torch==2.13.0+cpu",
-        "-m pip install --no-deps -r",
+        "-m pip install --no-deps --no-compile torch==2.13.0+cpu",
+        "-m pip install --no-deps --no-compile -r",
         "-c import torch; print(torch.__version__)",
     ]
     said = capsys.readouterr()
