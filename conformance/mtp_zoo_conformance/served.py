@@ -5,7 +5,7 @@
     untouched   the head of `trained`, loaded and exported again without a change
     oracle      a target whose layers add nothing, so that the next token depends on the last one alone, and a head that
                 computes the same from the token that it embeds: every draft must be accepted
-    demo        qwen3_5 only: the checkpoint that the demo ships, on real text
+    demo        qwen3_5 only: what the demo exports, a target fine-tuned on real text with its head trained again
 
 All but the demo's are stored in FP32: every side then computes from the same numbers.
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import mtp_zoo as mz
 from mtp_zoo.demo.corpus import load_corpus, tokens
 from mtp_zoo.demo.head import train_head
-from mtp_zoo.demo.story import BASE as DEMO_CHECKPOINT
+from mtp_zoo.demo.story import tell
 from mtp_zoo.demo.target import even_windows, fine_tune
 from mtp_zoo.errors import ConformanceError
 from mtp_zoo.head import DraftHead
@@ -59,10 +59,6 @@ often be that token itself, and an output that repeats one token tells little.""
 FP32: Mapping[Engine, Dtype] = {"vllm": "float32", "sglang": "float32"}
 DEMO_DTYPES: Mapping[Engine, Dtype] = {"vllm": "bfloat16", "sglang": "float32"}
 """vLLM's gated delta net runs on a CPU in BF16 only."""
-
-DEMO_NOT_RUN: Mapping[Engine, str] = {
-    "vllm": "vLLM's gated delta net (chunk_gated_delta_rule_cpu) takes head sizes of 64 and 128 on a CPU, the demo's have 32"
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,15 +182,11 @@ def _silence(layer: nn.Module, case: ConformanceCase, place: str) -> None:
 
 
 def _demo(folder: Path) -> tuple[ServedCheckpoint, ...]:
-    """The shipped checkpoint, exported as a user would; prompts from text that it was not trained on."""
-    out = folder / "demo"
-    mz.export(mz.load_head(DEMO_CHECKPOINT), base=DEMO_CHECKPOINT, out=out)
-    text = tokens(load_tokenizer(DEMO_CHECKPOINT), load_corpus(tenths=2).text("prose", "held_out"))
+    """What `mtp-zoo demo --short` exports; prompts from held-out text of the kind that its target was fine-tuned on."""
+    path = tell(folder / "demo-run", short=True).checkpoint
+    text = tokens(load_tokenizer(path), load_corpus(tenths=2).text("code", "held_out"))
     prompts = _windows(text, DEMO_PROMPT_LENGTHS)
-    demo = ServedCheckpoint(
-        head=DEMO, path=out, plain=DEMO, prompts=prompts, dtypes=DEMO_DTYPES, drafts=(3,), not_run=DEMO_NOT_RUN
-    )
-    return (demo,)
+    return (ServedCheckpoint(head=DEMO, path=path, plain=DEMO, prompts=prompts, dtypes=DEMO_DTYPES, drafts=(1, 3)),)
 
 
 def _not_run(case: ConformanceCase) -> Mapping[Engine, str]:

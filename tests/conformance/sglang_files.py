@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import mtp_zoo_conformance
+from mtp_zoo_conformance.engines import job_server
 
 FOLDER = Path(mtp_zoo_conformance.__file__).parent / "engines" / "sglang"
 SHIM = "sglang_shim"
@@ -22,7 +23,9 @@ def shim(name: str) -> ModuleType:
 
 
 def worker_file(name: str) -> ModuleType:
-    """A file of the worker that imports none of the others."""
+    """A file of the worker that imports none of the others but the job server."""
+    # Not by their folder on sys.path: it has folders that are called vllm and sglang, and libraries look for those.
+    sys.modules.setdefault("job_server", job_server)
     return sys.modules.get(f"sglang_{name}") or _load(f"sglang_{name}", FOLDER / f"{name}.py", None)
 
 

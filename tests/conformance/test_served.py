@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from mtp_zoo.checkpoint import CheckpointIndex
+from mtp_zoo.demo.story import BASE as DEMO_BASE
 from mtp_zoo.errors import ConformanceError
 from mtp_zoo_conformance import served
 from mtp_zoo_conformance.cases import get_case
@@ -22,7 +24,9 @@ FAMILY = "qwen3_5"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedCheckpoint]:
-    built = served.build(get_case(FAMILY), tmp_path_factory.mktemp("served"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served, "EXTRA", {})  # the demo takes a minute, and has its own tests
+        built = served.build(get_case(FAMILY), tmp_path_factory.mktemp("served"))
     return {checkpoint.head: checkpoint for checkpoint in built}
 
 
@@ -138,10 +142,22 @@ def test_a_drafts_margin_is_that_of_the_step_it_was_drafted_in(trained: Library)
     assert len(seen) == sum(report.accepted[:-1]) > 0
 
 
-def test_the_demo_keeps_its_bytes_and_brings_real_prompts(checkpoints: dict[str, ServedCheckpoint]) -> None:
-    demo = checkpoints["demo"]
-    assert head_bytes(demo.path) == head_bytes(served.DEMO_CHECKPOINT)
+def test_the_demo_is_served_as_it_was_exported_on_text_of_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path, bool]] = []
+
+    def told(out: Path, *, short: bool) -> SimpleNamespace:
+        asked.append((out, short))
+        return SimpleNamespace(checkpoint=DEMO_BASE)
+
+    monkeypatch.setattr(served, "tell", told)
+    (demo,) = served.EXTRA[FAMILY](tmp_path)
+    assert asked == [(tmp_path / "demo-run", True)]
+    assert demo.path == DEMO_BASE
+    assert demo.dtypes == {"vllm": "bfloat16", "sglang": "float32"}
     assert [len(prompt) for prompt in demo.prompts] == list(served.DEMO_PROMPT_LENGTHS)
+    assert len(set(demo.prompts)) == len(demo.prompts)
 
 
 @pytest.mark.usefixtures("hurried")

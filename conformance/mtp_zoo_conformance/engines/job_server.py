@@ -30,6 +30,10 @@ POLL_SECONDS = 0.05
 ERROR_LINES = 3
 
 
+class CountingError(RuntimeError):
+    """What an engine gave and what it counted can't be brought together: a fault of the watching, not of the checkpoint."""
+
+
 def serve(runners: dict[str, Runner], facts: Facts, *, fork: bool) -> None:
     """Run the jobs of the manifest named on the command line, or, with `--one`, the one job named there.
 

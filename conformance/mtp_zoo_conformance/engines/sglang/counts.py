@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from job_server import CountingError
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -42,7 +44,7 @@ def accepted_drafts(lengths: Sequence[int], meta: dict[str, Any]) -> list[int]:
         meta: SGLang's counters of the whole answer.
 
     Raises:
-        RuntimeError: the stream contradicts the counters.
+        CountingError: the stream contradicts the counters.
     """
     gained = [after - before for before, after in pairwise(lengths)]
     accepted = [new - 1 for new in gained[:-1]]
@@ -51,7 +53,7 @@ def accepted_drafts(lengths: Sequence[int], meta: dict[str, Any]) -> list[int]:
     histogram = meta.get("spec_correct_drafts_histogram", [])
     seen = [accepted.count(number) for number in range(len(histogram))]
     if lengths[0] != 1 or seen != list(histogram) or (gained and gained[-1] > accepted[-1] + 1):
-        raise RuntimeError(f"the stream gave {gained} tokens in its steps, SGLang counted {meta}")
+        raise CountingError(f"the stream gave {gained} tokens in its steps, SGLang counted {meta}")
     return accepted
 
 

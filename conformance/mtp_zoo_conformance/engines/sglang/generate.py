@@ -68,16 +68,17 @@ def ask(engine: sglang.Engine, prompt: list[int], new_tokens: int, drafts: int) 
     A chunk of the stream may hold two steps where this process was slow to read; then the prompt is asked once more.
 
     Raises:
-        RuntimeError: no attempt could be followed, or the stream contradicts SGLang's own counters.
+        CountingError: no attempt could be followed, or the stream contradicts SGLang's own counters.
     """
     sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
     for _ in range(ATTEMPTS):
         lengths, chunk = [], {}
         for chunk in engine.generate(input_ids=prompt, sampling_params=sampling, stream=True):
-            lengths.append(len(chunk["output_ids"]))  # the list itself grows on
+            lengths.append(chunk["meta_info"]["completion_tokens"])  # the list of tokens itself grows on
         tokens, meta = list(chunk["output_ids"]), chunk["meta_info"]
         if not drafts:
             return Answer(tokens, [], meta)
-        if len(lengths) == 1 + meta.get("spec_verify_ct", 0):  # the prefill, and every verify step
+        whole = len(lengths) == 1 + meta.get("spec_verify_ct", 0)  # the prefill, and every verify step
+        if whole and len(set(lengths)) == len(lengths):
             return Answer(tokens, accepted_drafts(lengths, meta), meta)
-    raise RuntimeError(f"the stream joined verify steps in each of {ATTEMPTS} attempts")
+    raise CountingError(f"the stream joined verify steps in each of {ATTEMPTS} attempts")

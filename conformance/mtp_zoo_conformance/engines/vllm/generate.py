@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from canary import Canary
+from job_server import CountingError
 from settings import Job, engine_arguments, settings_in_words
 from vllm import LLM, SamplingParams
 from vllm.config import get_layers_from_vllm_config
@@ -34,7 +35,7 @@ def run_generate(job: Job) -> dict[str, Any]:
     """Decode the prompts one after the other, `k` drafts a step; returns tokens, accepted drafts of every step, counters.
 
     Raises:
-        RuntimeError: the tokens that a step gave do not fit what the engine counted for it.
+        CountingError: the tokens that a step gave do not fit what the engine counted for it.
     """
     k, tokens = job["k"], job["max_new_tokens"]
     canary = Canary()
@@ -79,7 +80,7 @@ def decode(engine: LLM, prompt: list[int], max_new_tokens: int, *, name: str) ->
 def check_step(new: int, accepted: int, *, cut: bool) -> None:
     """A verify step gives its accepted drafts and one token of the target's; the last step's are cut at the limit."""
     if new != accepted + 1 and not (cut and new <= accepted):
-        raise RuntimeError(f"a step gave {new} tokens, but the engine counts {accepted} accepted drafts for it")
+        raise CountingError(f"a step gave {new} tokens, but the engine counts {accepted} accepted drafts for it")
 
 
 def counters(engine: LLM) -> dict[str, Any]:
