@@ -14,6 +14,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import platform
 import signal
 import sys
 import time
@@ -150,3 +151,13 @@ def _write(job: Job, record: dict[str, Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"id": job["id"], "log": str(path.parent / "log.txt"), **record}), encoding="utf-8")
     part.replace(path)
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

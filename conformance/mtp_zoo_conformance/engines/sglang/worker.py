@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,20 +79,10 @@ def main() -> None:
             "version": sglang.__version__,
             "torch": torch.__version__,
             "device": "cpu" if cpu else str(torch.accelerator.current_accelerator()),
-            "device_name": processor() if cpu else torch.cuda.get_device_name(),
+            "device_name": job_server.processor() if cpu else torch.cuda.get_device_name(),
         }
 
     job_server.serve({"module": module.run_module, "generate": generate.run_generate}, facts, fork=cpu)
-
-
-def processor() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 prepare()

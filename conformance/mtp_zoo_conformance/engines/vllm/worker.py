@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,22 +64,12 @@ def main() -> None:
             "version": vllm.__version__,
             "torch": torch.__version__,
             "device": current_platform.device_type,
-            "device_name": processor() if on_cpu else current_platform.get_device_name(),
+            "device_name": job_server.processor() if on_cpu else current_platform.get_device_name(),
             "shims": shims,
         }
 
     runners = {"module": module.run_module, "generate": generate.run_generate}
     job_server.serve(runners, facts, fork=on_cpu)
-
-
-def processor() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":
