@@ -21,7 +21,7 @@ from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.registry import get_family, resolve
 from mtp_zoo_conformance.case import ConformanceCase
 from mtp_zoo_conformance.prepared import Prepared
-from mtp_zoo_conformance.record import Cell
+from mtp_zoo_conformance.record import Cell, Verdict
 
 INVENTORIES = "MTP_ZOO_INVENTORIES"
 """Environment variable that names the folder of published inventories; where it is unset no cell claims to have read them."""
@@ -55,10 +55,13 @@ def judge_inventories(case: ConformanceCase) -> list[Cell]:
 
 
 def _cell(case: ConformanceCase, variant: str, stage: str, check: Callable[..., str], *args: object) -> Cell:
+    verdict: Verdict = "differs"
     try:
         wrong = check(*args)
     except MTPZooError as error:
         wrong = str(error)
+    except FileNotFoundError as error:
+        verdict, wrong = "not_judged", f"there is no file {error.filename}"
     return Cell(
         family=case.family,
         variant=variant,
@@ -66,7 +69,7 @@ def _cell(case: ConformanceCase, variant: str, stage: str, check: Callable[..., 
         engine_version="",
         tier="keys",
         stage=stage,
-        verdict="differs" if wrong else "pass",
+        verdict=verdict if wrong else "pass",
         reason=wrong,
     )
 
