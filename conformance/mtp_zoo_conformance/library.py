@@ -1,6 +1,6 @@
 """The library's side of the serve tier: what it generates and counts with a served checkpoint, and how clear its choices are.
 
-Everything is computed in FP32, whatever the engine computes in; only `bf16_error` looks at BF16.
+Drafts are counted in the precision that the engine computes in. How clear a choice is, is told in FP32.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 import mtp_zoo as mz
 from mtp_zoo.acceptance import AcceptanceReport, speculate
+from mtp_zoo.head import DraftHead
 from mtp_zoo.spec import Engine
 from mtp_zoo.training.target import load_target
 from mtp_zoo_conformance.served import NEW_TOKENS, ServedCheckpoint
@@ -27,20 +28,32 @@ class Library:
     """
 
     def __init__(self, checkpoint: ServedCheckpoint, family: str) -> None:
-        self.prompts, self.path = checkpoint.prompts, checkpoint.path
-        self.target = load_target(checkpoint.path, dtype=torch.float32)
-        self.head = mz.load_head(checkpoint.path, target=self.target, family=family, dtype=torch.float32).eval()
-        self._reports: dict[tuple[int, object, object], AcceptanceReport] = {}
+        self.prompts, self.path, self.dtypes, self.family = (
+            checkpoint.prompts,
+            checkpoint.path,
+            checkpoint.dtypes,
+            family,
+        )
+        self._pairs: dict[torch.dtype, tuple[Any, DraftHead]] = {}
+        self._reports: dict[tuple[object, ...], AcceptanceReport] = {}
+        self.target, self.head = self._pair(torch.float32)
+
+    def _pair(self, dtype: torch.dtype) -> tuple[Any, DraftHead]:
+        """Target and head in a precision."""
+        if dtype not in self._pairs:
+            target = load_target(self.path, dtype=dtype)
+            head = mz.load_head(self.path, target=target, family=self.family, dtype=dtype).eval()
+            self._pairs[dtype] = (target, head)
+        return self._pairs[dtype]
 
     def report(self, engine: Engine, k: int) -> AcceptanceReport:
-        """What the draft/verify loop counts on the prompts, under an engine's conventions."""
-        spec = self.head.spec
-        key = (k, spec.recycle.of(engine), spec.zero_first_embedding.of(engine))
+        """What the draft/verify loop counts on the prompts, under an engine's conventions and in its precision."""
+        dtype: torch.dtype = getattr(torch, self.dtypes[engine])
+        target, head = self._pair(dtype)
+        key = (k, dtype, head.spec.recycle.of(engine), head.spec.zero_first_embedding.of(engine))
         if key not in self._reports:
-            self.head.engine = engine
-            self._reports[key] = speculate(
-                self.target, self.head, self.prompts, k=k, max_new_tokens=NEW_TOKENS, check=False
-            )
+            head.engine = engine
+            self._reports[key] = speculate(target, head, self.prompts, k=k, max_new_tokens=NEW_TOKENS, check=False)
         return self._reports[key]
 
     @torch.no_grad()
@@ -55,7 +68,7 @@ class Library:
     @torch.no_grad()
     def bf16_error(self, prompt: int, output: Sequence[int]) -> float:
         """Largest difference that BF16 makes to any of the target's logits along an output."""
-        rough = self._logits(load_target(self.path, dtype=torch.bfloat16), prompt, output).float()
+        rough = self._logits(self._pair(torch.bfloat16)[0], prompt, output).float()
         return float((rough - self._logits(self.target, prompt, output)).abs().max())
 
     def _logits(self, target: Any, prompt: int, output: Sequence[int]) -> Tensor:

@@ -147,10 +147,10 @@ def served_rows(record: Record) -> list[Row]:
 
 
 def remarks(record: Record) -> list[tuple[str, str]]:
-    """(place, what is to be said) of every cell that is not a plain pass; what several cells have to say is said once."""
+    """(place, what is to be said) of every cell that is not a plain pass, a pass with a remark too; what several cells have to say is said once."""
     found: dict[Row, list[Cell]] = {}
     for cell in record.cells:
-        if cell.verdict != "pass":
+        if cell.verdict != "pass" or cell.reason:
             found.setdefault((cell.family, cell.tier, judge(cell), WORDS[cell.verdict], cell.reason), []).append(cell)
     return [(", ".join(key[:3]), f"{_where(cells)}: {key[3]}: {key[4]}") for key, cells in found.items()]
 

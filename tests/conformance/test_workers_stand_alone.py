@@ -51,5 +51,5 @@ def test_engines_are_imported_by_their_workers_only() -> None:
 
 @pytest.mark.parametrize("engine", WORKERS)
 def test_a_workers_folder_is_no_package(engine: str) -> None:
-    """Its parent is on the worker's path: a package there would take the engine's own name."""
+    """Its folder is the worker's own place on sys.path; as a package it would be found under the engine's own name."""
     assert not (WORKERS[engine] / "__init__.py").exists()

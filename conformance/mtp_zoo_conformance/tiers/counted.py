@@ -16,14 +16,14 @@ from mtp_zoo_conformance.served import NEW_TOKENS, ORACLE, ServedCheckpoint
 from mtp_zoo_conformance.tiers.module import loading_problems
 
 STANDARD_ERRORS = 3.0
-"""Where an engine computes in BF16 and the library in FP32, greedy outputs part at near ties, and what follows is another
-text. So the accept lengths are two estimates of one number, and may lie this many standard errors (over prompts) apart.
-For the same reason one BF16 engine need not repeat itself: a verify pass rounds other sums than a step of one token does.
-Its outputs with drafts may part from those without only where the library's two best logits lie within what BF16 errs."""
+"""In BF16 the outputs of two sides part at near ties, and what follows is another text. So their accept lengths are two
+estimates of one number, and may lie this many standard errors (over prompts) apart. For the same reason one BF16 engine need
+not repeat itself: a verify pass rounds other sums than a step of one token does. Its outputs with drafts may part from those
+without only where the library's two best logits lie within what BF16 errs."""
 
 
 COUNTING_ERROR = "CountingError"
-"""What a worker raises where the engine ran, but its steps could not be followed. Any other error is the engine's own."""
+"""Class of the errors of workers (`job_server`) that say nothing of the checkpoint: the engine ran, it could not be followed."""
 
 
 @dataclass(frozen=True)
@@ -249,9 +249,13 @@ def _first_step(run: Run, library: Library, report: AcceptanceReport, number: in
 def _estimated_counters(run: Run, report: AcceptanceReport) -> Cell:
     tolerance = STANDARD_ERRORS * (report.standard_error or 0.0)
     apart = abs(_accept_length(run) - report.accept_length)
-    reason = f"{run.checkpoint.dtypes[run.engine]}: accept length within {STANDARD_ERRORS:.0f} standard errors"
-    if apart > tolerance:
-        reason = f"accept length {_accept_length(run):.3f}, the library's {report.accept_length:.3f}"
+    assert run.record is not None
+    ours = [list(prompt.accepted) for prompt in report.prompts]
+    equal = sum(one == other for one, other in zip(run.record["accepted"], ours, strict=True))
+    reason = (
+        f"{run.checkpoint.dtypes[run.engine]}: accept length {_accept_length(run):.3f}, the library's "
+        f"{report.accept_length:.3f}; equal in every step of {equal} of {len(ours)} prompts"
+    )
     verdict: Verdict = "pass" if apart <= tolerance else "differs"
     return run.cell("counters", verdict, reason, max_abs_diff=apart, tolerance=tolerance)
 

@@ -39,11 +39,9 @@ def prepare() -> None:
     """Environment, and import hooks; runs in every process, before SGLang is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    here, parent = str(HERE), str(HERE.parent)
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    if parent not in sys.path:
-        sys.path.append(parent)  # at the end: this folder's parent has a folder that is called sglang
+    if str(HERE) not in sys.path:
+        sys.path.insert(0, str(HERE))
+    load_job_server()
     import torch
 
     if not torch.accelerator.is_available():
@@ -57,6 +55,15 @@ def prepare() -> None:
     from shim.importing import AfterImport
 
     sys.meta_path.insert(0, AfterImport({canary.LOADER: canary.watch}))
+
+
+def load_job_server() -> None:
+    """Import `job_server` by its file: beside it lie folders called vllm and sglang, so its folder is kept off sys.path."""
+    spec = importlib.util.spec_from_file_location("job_server", HERE.parent / "job_server.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["job_server"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["job_server"])
 
 
 def main() -> None:

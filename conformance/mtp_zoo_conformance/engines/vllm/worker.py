@@ -9,6 +9,7 @@ cache (`VLLM_CACHE_ROOT`): the first jobs in a new home are that much slower tha
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def prepare() -> list[str]:
     """Set the environment; returns what stands in for something else, in words."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    sys.path.append(str(HERE.parent))  # at the end: this folder's parent has a folder that is called vllm
+    load_job_server()
     try:
         importlib.import_module("torchvision")
     except Exception:  # not there, or built for another torch
@@ -44,6 +45,15 @@ def prepare() -> list[str]:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # vLLM looks at model classes in a subprocess
         return ["torchvision: import names only, no image is seen"]
     return []
+
+
+def load_job_server() -> None:
+    """Import `job_server` by its file: beside it lie folders called vllm and sglang, so its folder is kept off sys.path."""
+    spec = importlib.util.spec_from_file_location("job_server", HERE.parent / "job_server.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["job_server"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["job_server"])
 
 
 def main() -> None:
