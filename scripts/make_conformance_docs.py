@@ -65,11 +65,14 @@ def with_part(path: Path, part: str) -> str:
 
 
 def families(record: Record) -> Iterator[str]:
-    """The README's table: a row a registered family, a column a judge."""
+    """The README's table: a row a registered family, a column a judge; and what stood in for parts of an engine."""
     judges = ("reference", "vllm", "sglang")
     names = [family.name for family in list_families()]
     rows = [(f"`{name}`", covers(name), *(parity(record, name, judge) for judge in judges)) for name in names]
     yield from markdown_table(HEADERS, rows)
+    for engine in record.engines:
+        ours = ", ".join(f"`{shim.partition(':')[0]}`" for shim in engine.shims) or "nothing"
+        yield from ("", f"{engine.engine} {engine.version} on {engine.device}, ours and not the engine's: {ours}.")
 
 
 def covers(family: str) -> str:

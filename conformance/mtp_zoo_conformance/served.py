@@ -28,6 +28,7 @@ from mtp_zoo.demo.story import tell
 from mtp_zoo.demo.target import even_windows, fine_tune
 from mtp_zoo.errors import ConformanceError
 from mtp_zoo.head import DraftHead
+from mtp_zoo.progress import progress
 from mtp_zoo.shared import language_model
 from mtp_zoo.spec import Engine
 from mtp_zoo.training.target import load_tokenizer
@@ -97,7 +98,12 @@ def build(case: ConformanceCase, folder: Path, *, seed: int = SEED) -> tuple[Ser
         ConformanceError: the case's output projections are not those of its target or head.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    return (*_trained(case, folder, seed), _oracle(case, folder, seed), *EXTRA.get(case.family, _none)(folder))
+    with progress(f"Training the heads to serve ({case.family})", total=2) as advance:
+        trained = _trained(case, folder, seed)
+        advance()
+        oracle = _oracle(case, folder, seed)
+        advance()
+    return (*trained, oracle, *EXTRA.get(case.family, _none)(folder))
 
 
 def language(vocab: int, length: int, *, seed: int) -> Int[Tensor, " length"]:

@@ -147,7 +147,8 @@ def served_rows(record: Record) -> list[Row]:
 
 
 def remarks(record: Record) -> list[tuple[str, str]]:
-    """(place, what is to be said) of every cell that is not a plain pass, a pass with a remark too; what several cells have to say is said once."""
+    """(place, what is to be said) of every cell that is not a plain pass, or that passes with a remark; what several cells
+    have to say is said once."""
     found: dict[Row, list[Cell]] = {}
     for cell in record.cells:
         if cell.verdict != "pass" or cell.reason:

@@ -17,13 +17,12 @@ from mtp_zoo_conformance.tiers.module import loading_problems
 
 STANDARD_ERRORS = 3.0
 """In BF16 the outputs of two sides part at near ties, and what follows is another text. So their accept lengths are two
-estimates of one number, and may lie this many standard errors (over prompts) apart. For the same reason one BF16 engine need
-not repeat itself: a verify pass rounds other sums than a step of one token does. Its outputs with drafts may part from those
-without only where the library's two best logits lie within what BF16 errs."""
-
+estimates of one number, and may lie this many standard errors (over prompts) apart. For the same reason one BF16 engine
+need not repeat itself: a verify pass rounds other sums than a step of one token does. Its outputs with drafts may part
+from those without only where the library's two best logits lie within what BF16 errs."""
 
 COUNTING_ERROR = "CountingError"
-"""Class of the errors of workers (`job_server`) that say nothing of the checkpoint: the engine ran, it could not be followed."""
+"""Class of the workers' errors (`job_server`) that say nothing of the checkpoint: the engine ran, it was not followed."""
 
 
 @dataclass(frozen=True)
