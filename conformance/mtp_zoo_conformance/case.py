@@ -56,14 +56,12 @@ class EngineView:
         stages: stage -> path of the engine's submodule whose output it is; `recycle` and `logits` need none.
         leftovers: regular expressions of parameters that the engine takes from the target after loading, so that the
             checkpoint's head does not fill them.
-        drop: config fields to drop on the engine's way in, dotted; each is a documented fault of the engine.
         settings: what had to be set, swapped or dropped, in words, for the record.
     """
 
     draft_class: str
     stages: Mapping[str, str]
     leftovers: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
 
 
@@ -76,7 +74,8 @@ class Variant:
         config: content of config.json.
         prefix: of the language model's tensor names.
         dtype: what both sides compute in.
-        not_run: engine -> why its module can't run this variant on a CPU. Never a pass: the cell says `not_judged`.
+        not_run: engine -> why it can't run this variant (on a CPU, or at all). Never a pass: the cell says `not_judged`.
+        drop: engine -> config fields (dotted) to drop on the way into it, each for a fault of the engine; the record says so.
         no_target: engine -> why its target can't run this variant; the head is judged, its tap is not.
     """
 
@@ -85,6 +84,7 @@ class Variant:
     prefix: str = "model."
     dtype: Dtype = "float32"
     not_run: Mapping[Engine, str] = field(default_factory=dict)
+    drop: Mapping[Engine, tuple[str, ...]] = field(default_factory=dict)
     no_target: Mapping[Engine, str] = field(default_factory=dict)
 
     @property

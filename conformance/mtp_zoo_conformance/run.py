@@ -147,7 +147,7 @@ def _engine_record(engine: Engine, done: Sequence[Mapping[str, Any]], cases: Ite
         version=first["version"],
         torch=first["torch"],
         device=first["device"],
-        backend=", ".join(_each(done, "backend")),
+        backend=", ".join(dict.fromkeys(name for names in _each(done, "backend") for name in names.split(", "))),
         draft_classes=_each(done, "draft_class"),
         shims=_each(done, "shims"),
         settings=tuple(dict.fromkeys((*stated, *_each(done, "settings")))),

@@ -122,6 +122,8 @@ SGLANG_LEFTOVERS = (r"lm_head\.weight", r"visual\..*")
 a nested config, for which these checkpoints have no tensors."""
 
 MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+"""Of published configs, also of text-only checkpoints cut from a vision-language model. vLLM 0.32.0 drops `mrope_section` from
+a flat target's config and not from its draft's, and then hands three rows of positions to a rotary embedding of one."""
 ROPE: dict[str, Any] = TEXT["rope_parameters"]
 WIDE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}
 """SGLang 0.5.23 reads `partial_rotary_factor` beside `rope_parameters` only (models/qwen3_5.py), and takes 0.25 where it is
@@ -154,6 +156,16 @@ CASE = register_case(
                 name="nested",
                 config=nested(rope_parameters={**ROPE, **MROPE}),
                 prefix="model.language_model.",
+            ),
+            Variant(
+                name="text_only",
+                config=flat(rope_parameters={**ROPE, **MROPE}),
+                prefix="model.language_model.",
+                drop={"vllm": ("rope_parameters.mrope_section", "rope_parameters.mrope_interleaved")},
+                not_run={
+                    "sglang": "SGLang 0.5.23 fills no parameter of a flat config's target, and not the draft's embedding, from "
+                    "names with the prefix `model.language_model.`, and says nothing: every one was still NaN behind its loader"
+                },
             ),
             Variant(
                 name="wide",

@@ -32,7 +32,7 @@ def job(prepared: Prepared, engine: Engine, *, limit: float) -> dict[str, Any] |
         "checkpoint": str(prepared.checkpoint),
         "dtype": variant.dtype,
         "device": None,
-        "drop": list(view.drop),
+        "drop": list(variant.drop.get(engine, ())),
         "inputs": str(prepared.inputs),
         "steps": prepared.requests.steps,
         "run_target": engine not in variant.no_target,

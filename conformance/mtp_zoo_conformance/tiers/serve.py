@@ -75,7 +75,7 @@ def jobs(serving: Serving, engine: Engine, *, limit: float) -> list[dict[str, An
             "checkpoint": str(checkpoint.path),
             "dtype": checkpoint.dtypes[engine],
             "device": None,
-            "drop": list(serving.case.engines[engine].drop),
+            "drop": list(serving.case.variants[0].drop.get(engine, ())),
             "prompts": [list(prompt) for prompt in checkpoint.prompts],
             "k": k,
             "max_new_tokens": NEW_TOKENS,
