@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 ATTENTION = "mtp_chain"
 """Name under which `chain_attention` is registered with transformers."""
 
+EXPERTS = "grouped_mm"
+"""transformers' experts in one grouped product for all of them, without a loop in Python; layers without experts ignore it."""
+
 NOT_FOR_THE_BLOCK = ("quantization_config", "architectures", "torch_dtype", "dtype", "layer_types", "num_hidden_layers")
 """Config entries that describe the trunk or its storage; the block is a plain trainable layer of one type."""
 
@@ -65,6 +68,7 @@ class BlockSource:
         with _config_errors(config):
             built = made(**text, num_hidden_layers=1, layer_types=[self.layer_type])
         built._attn_implementation = ATTENTION
+        built._experts_implementation = EXPERTS
         return built
 
     def build(self, config: ModelConfig) -> BlockFactory:

@@ -74,6 +74,7 @@ class Variant:
         config: content of config.json.
         prefix: of the language model's tensor names.
         dtype: what both sides compute in.
+        head_shapes: names and shapes of the head's tensors where this variant stores them in another form than its case says.
         not_run: engine -> why it can't run this variant (on a CPU, or at all). Never a pass: the cell says `not_judged`.
         drop: engine -> config fields (dotted) to drop on the way into it, each for a fault of the engine; the record says so.
         no_target: engine -> why its target can't run this variant; the head is judged, its tap is not.
@@ -83,6 +84,7 @@ class Variant:
     config: Mapping[str, Any]
     prefix: str = "model."
     dtype: Dtype = "float32"
+    head_shapes: Callable[[Mapping[str, Any]], Shapes] | None = None
     not_run: Mapping[Engine, str] = field(default_factory=dict)
     drop: Mapping[Engine, tuple[str, ...]] = field(default_factory=dict)
     no_target: Mapping[Engine, str] = field(default_factory=dict)
@@ -126,3 +128,7 @@ class ConformanceCase:
     output_projections: tuple[str, ...]
     inventories: tuple[str, ...] = ()
     mtp_model: Mapping[str, Any] | None = None
+
+    def shapes_of(self, variant: Variant) -> Shapes:
+        """Native names and shapes of a variant's head."""
+        return (variant.head_shapes or self.head_shapes)(variant.text_config)

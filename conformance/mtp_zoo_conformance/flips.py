@@ -136,6 +136,24 @@ def tiled_kv_heads(head: DraftHead) -> None:
     out.data = out.data.unflatten(1, (heads, -1))[:, order].flatten(1)
 
 
+def without_shared_expert(head: DraftHead) -> None:
+    """Leave the shared expert out."""
+    head.get_submodule("depths.0.block.mlp.shared_expert.down_proj").weight.data.zero_()
+
+
+def up_before_gate(head: DraftHead) -> None:
+    """Read packed experts as up rows, then gate rows, where the family packs the gate first."""
+    packed = head.get_parameter("depths.0.block.mlp.experts.gate_up_proj")
+    packed.data = packed.data.unflatten(1, (2, -1)).flip(1).flatten(1, 2)
+
+
+def experts_in_reverse(head: DraftHead) -> None:
+    """Number the experts from the end, as a map that mixes up their order would."""
+    for name in ("gate_up_proj", "down_proj"):
+        packed = head.get_parameter(f"depths.0.block.mlp.experts.{name}")
+        packed.data = packed.data.flip(0)
+
+
 def _rotary_size(head: DraftHead) -> int:
     """Rotated entries of each attention head."""
     cos, _ = head.rotary(torch.zeros(1, 1, 1), torch.zeros(1, 1, dtype=torch.int64))

@@ -64,7 +64,7 @@ def head_tensors(case: ConformanceCase, variant: Variant, *, seed: int) -> dict[
     """The head's tensors under their native names."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        shapes = case.head_shapes(variant.text_config)
+        shapes = case.shapes_of(variant)
         return {
             name: randomised(torch.full(shape, case.norm_centre)).to(torch.bfloat16) for name, shape in shapes.items()
         }

@@ -12,6 +12,7 @@ Sources:
 
 from mtp_zoo.blocks import BlockSource
 from mtp_zoo.keymap import Rename
+from mtp_zoo.layouts import DENSE_MLP, GATED_ATTENTION, LAYER_NORMS, renames
 from mtp_zoo.registry import Family, TargetNames, register
 from mtp_zoo.spec import HeadSpec, PerEngine
 
@@ -38,26 +39,14 @@ BLOCK = BlockSource(
     layer_type="full_attention",
 )
 
-LAYER_TENSORS = (
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight",
-    "self_attn.v_proj.weight",
-    "self_attn.o_proj.weight",
-    "self_attn.q_norm.weight",
-    "self_attn.k_norm.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-)
+LAYER_TENSORS = (*LAYER_NORMS, *GATED_ATTENTION, *DENSE_MLP)
 
 RULES = (
     Rename("mtp.fc.weight", "depths.0.eh_proj.weight"),
     Rename("mtp.pre_fc_norm_embedding.weight", "depths.0.enorm.weight"),
     Rename("mtp.pre_fc_norm_hidden.weight", "depths.0.hnorm.weight"),
     Rename("mtp.norm.weight", "depths.0.norm.weight"),
-    *(Rename(f"mtp.layers.{{d}}.{name}", f"depths.{{d}}.block.{name}") for name in LAYER_TENSORS),
+    *renames("mtp.layers.{d}.", "depths.{d}.block.", LAYER_TENSORS),
 )
 
 FAMILY = register(

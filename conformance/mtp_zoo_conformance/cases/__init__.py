@@ -8,7 +8,7 @@ from mtp_zoo.errors import ConformanceError
 from mtp_zoo_conformance.case import ConformanceCase
 
 _CASES: dict[str, ConformanceCase] = {}
-_BUILT_IN = ("qwen3_5",)
+_BUILT_IN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
 def register_case(case: ConformanceCase) -> ConformanceCase:

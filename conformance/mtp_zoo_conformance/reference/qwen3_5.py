@@ -1,7 +1,7 @@
-"""The dense Qwen3.5 MTP layer in plain torch.
+"""The MTP layer of Qwen3-Next and Qwen3.5 in plain torch, dense and with experts.
 
-Sources: vLLM 0.32.0 models/qwen3_5_mtp.py and models/qwen3_next.py (attention with an output gate), SGLang 0.5.23
-models/qwen3_5_mtp.py; both read the same checkpoints.
+Sources: vLLM 0.32.0 models/qwen3_5_mtp.py and models/qwen3_next.py (attention with an output gate, sparse MLP), SGLang 0.5.23
+models/qwen3_5_mtp.py and models/qwen2_moe.py; both read the same checkpoints.
 """
 
 from __future__ import annotations
@@ -61,9 +61,28 @@ def mtp_layer(
         mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), value)
         return linear((mixed * gate.sigmoid()).flatten(-2), "layers.0.self_attn.o_proj")
 
+    def swiglu(x: Tensor, name: str) -> Tensor:
+        inner = silu(linear(x, f"{name}.gate_proj")) * linear(x, f"{name}.up_proj")
+        return linear(inner, f"{name}.down_proj")
+
     def mlp(x: Tensor) -> Tensor:
-        inner = silu(linear(x, "layers.0.mlp.gate_proj")) * linear(x, "layers.0.mlp.up_proj")
-        return linear(inner, "layers.0.mlp.down_proj")
+        if "mtp.layers.0.mlp.gate.weight" not in weights:
+            return swiglu(x, "layers.0.mlp")
+        shared = linear(x, "layers.0.mlp.shared_expert_gate").sigmoid() * swiglu(x, "layers.0.mlp.shared_expert")
+        chances, chosen = linear(x, "layers.0.mlp.gate").softmax(-1).topk(config["num_experts_per_tok"], dim=-1)
+        shares = chances / chances.sum(-1, keepdim=True)
+        routed = [
+            sum(share * expert(row, int(number)) for share, number in zip(*choice, strict=True))
+            for row, *choice in zip(x, shares, chosen, strict=True)
+        ]
+        return shared + torch.stack(routed)
+
+    def expert(x: Tensor, number: int) -> Tensor:
+        packed = weights.get("mtp.layers.0.mlp.experts.gate_up_proj")
+        if packed is None:
+            return swiglu(x, f"layers.0.mlp.experts.{number}")
+        gate, up = (packed[number] @ x).chunk(2)
+        return weights["mtp.layers.0.mlp.experts.down_proj"][number] @ (silu(gate) * up)
 
     stages = {
         "embedding_norm": norm(embeddings, "pre_fc_norm_embedding"),
@@ -79,7 +98,7 @@ def mtp_layer(
 
 def rotate(x: Tensor, positions: Tensor, config: Mapping[str, Any]) -> Tensor:
     """Rotary embedding of the first part of each head of [slots, heads, size]; entry i turns with entry i + half."""
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters", config)  # Qwen3-Next has both numbers beside the rest
     size = int(x.shape[-1] * rope["partial_rotary_factor"])
     angles = positions[:, None] * rope["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     cos, sin = (part.float()[:, None] for part in (angles.cos(), angles.sin()))

@@ -26,6 +26,9 @@ from mtp_zoo_conformance.record import Cell, Verdict
 INVENTORIES = "MTP_ZOO_INVENTORIES"
 """Environment variable that names the folder of published inventories; where it is unset no cell claims to have read them."""
 
+SHOWN = 5
+"""Problems of a plan that a cell names; it counts all of them."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -59,7 +62,8 @@ def _cell(case: ConformanceCase, variant: str, stage: str, check: Callable[..., 
     try:
         wrong = check(*args)
     except MTPZooError as error:
-        wrong = str(error)
+        named = "; ".join(map(str, error.problems[:SHOWN]))
+        wrong = f"{error.message} {named}".strip()
     except FileNotFoundError as error:
         verdict, wrong = "not_judged", f"there is no file {error.filename}"
     return Cell(
@@ -76,7 +80,7 @@ def _cell(case: ConformanceCase, variant: str, stage: str, check: Callable[..., 
 
 def unclaimed(prepared: Prepared) -> str:
     """What is wrong with the names that were read, or ''."""
-    expected = set(prepared.case.head_shapes(prepared.variant.text_config))
+    expected = set(prepared.case.shapes_of(prepared.variant))
     report = mz.load_head(prepared.checkpoint).report
     claimed = {tensor.name for tensor in report.tensors} | set(report.skipped)
     return "" if claimed == expected else f"claimed and listed names differ in {sorted(claimed ^ expected)}"
@@ -114,7 +118,11 @@ def unlike_published(case: ConformanceCase, folder: Path) -> str:
         json.loads((folder / "config.excerpt.json").read_text(encoding="utf-8")), folder / "config.json"
     )
     rows = json.loads((folder / "mtp_inventory.excerpt.json").read_text(encoding="utf-8"))["tensors"]
-    stored = [Stored(name, dtype, tuple(shape)) for name, (_, dtype, shape, _) in rows.items()]
+    stored = [
+        Stored(name.replace("{E}", str(number)), dtype, tuple(shape))
+        for name, (count, dtype, shape, _) in rows.items()
+        for number in range(count if "{E}" in name else 1)  # an inventory lists what experts have in common once
+    ]
     resolution = resolve([row.name for row in stored], config, family=get_family(case.family))
     head = DraftHead(resolution.family, config, depths=resolution.depths, device="meta")
     in_scope = [row for row in stored if resolution.family.in_scope(row.name)]
