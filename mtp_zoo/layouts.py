@@ -1,4 +1,4 @@
-"""Rules that several families have in common: tensors under the same name on both sides, and the two stored forms of experts."""
+"""Rules that several families have in common: tensors of the same name on both sides, and the two stored forms of experts."""
 
 from __future__ import annotations
 
