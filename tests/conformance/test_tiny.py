@@ -26,7 +26,7 @@ def test_no_tensor_of_a_checkpoint_is_trivial(case: ConformanceCase, variant: Va
     tensors = load_file(made.checkpoint / "model.safetensors")
     assert {name: value.numel() for name, value in tensors.items() if value.float().std() < 0.02} == {}
     assert json.loads((made.checkpoint / "config.json").read_text()) == dict(variant.config)
-    assert set(case.head_shapes(variant.text_config)) <= set(tensors)
+    assert set(case.shapes_of(variant)) <= set(tensors)
     assert any(name.startswith(variant.prefix) for name in tensors)
 
 

@@ -72,7 +72,7 @@ def mtp_layer(
         chances, chosen = linear(x, "layers.0.mlp.gate").softmax(-1).topk(config["num_experts_per_tok"], dim=-1)
         shares = chances / chances.sum(-1, keepdim=True)
         routed = [
-            sum(share * expert(row, int(number)) for share, number in zip(*choice, strict=True))
+            torch.stack([share * expert(row, int(number)) for share, number in zip(*choice, strict=True)]).sum(0)
             for row, *choice in zip(x, shares, chosen, strict=True)
         ]
         return shared + torch.stack(routed)
