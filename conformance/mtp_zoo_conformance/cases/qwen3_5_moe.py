@@ -11,6 +11,8 @@ from typing import Any
 from mtp_zoo_conformance.case import ConformanceCase, EngineView, Variant
 from mtp_zoo_conformance.cases import register_case
 from mtp_zoo_conformance.cases.qwen_line import (
+    EXPERT_FLIPS,
+    EXPERT_OUTPUTS,
     EXPERTS,
     FLIPS,
     MROPE,
@@ -24,7 +26,6 @@ from mtp_zoo_conformance.cases.qwen_line import (
     packed_experts,
     single_experts,
 )
-from mtp_zoo_conformance.flips import Flip, experts_in_reverse, up_before_gate, without_shared_expert
 from mtp_zoo_conformance.reference.qwen3_5 import reference
 
 MOE: dict[str, Any] = {**TEXT, **EXPERTS, "model_type": "qwen3_5_moe_text"}
@@ -62,12 +63,7 @@ CASE = register_case(
             "sglang": EngineView(draft_class="Qwen3_5ForCausalLMMTP", stages=SGLANG_STAGES, leftovers=SGLANG_LEFTOVERS),
         },
         stages=STAGES,
-        flips=(
-            *FLIPS,
-            Flip("shared_expert", weights=without_shared_expert),
-            Flip("packing", weights=up_before_gate),
-            Flip("expert_order", weights=experts_in_reverse),
-        ),
-        output_projections=("self_attn.o_proj.weight", "mlp.experts.down_proj", "mlp.shared_expert.down_proj.weight"),
+        flips=(*FLIPS, *EXPERT_FLIPS),
+        output_projections=EXPERT_OUTPUTS,
     )
 )

@@ -10,6 +10,8 @@ from typing import Any
 from mtp_zoo_conformance.case import ConformanceCase, EngineView, Variant
 from mtp_zoo_conformance.cases import register_case
 from mtp_zoo_conformance.cases.qwen_line import (
+    EXPERT_FLIPS,
+    EXPERT_OUTPUTS,
     EXPERTS,
     FLIPS,
     SGLANG_LEFTOVERS,
@@ -19,7 +21,6 @@ from mtp_zoo_conformance.cases.qwen_line import (
     VLLM_STAGES,
     single_experts,
 )
-from mtp_zoo_conformance.flips import Flip, experts_in_reverse, up_before_gate, without_shared_expert
 from mtp_zoo_conformance.reference.qwen3_5 import reference
 
 NOT_IN_THE_CONFIG = ("rope_parameters", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "attn_output_gate")
@@ -54,13 +55,8 @@ CASE = register_case(
             ),
         },
         stages=STAGES,
-        flips=(
-            *FLIPS,
-            Flip("shared_expert", weights=without_shared_expert),
-            Flip("packing", weights=up_before_gate),
-            Flip("expert_order", weights=experts_in_reverse),
-        ),
-        output_projections=("self_attn.o_proj.weight", "mlp.experts.down_proj", "mlp.shared_expert.down_proj.weight"),
+        flips=(*FLIPS, *EXPERT_FLIPS),
+        output_projections=EXPERT_OUTPUTS,
         inventories=("qwen3_next_80b",),
     )
 )

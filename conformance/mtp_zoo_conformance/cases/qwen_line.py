@@ -12,11 +12,14 @@ from typing import Any
 from mtp_zoo_conformance.case import Shapes
 from mtp_zoo_conformance.flips import (
     Flip,
+    experts_in_reverse,
     gate_in_halves,
     neighbouring_rotary_pairs,
     other_rotary_base,
     tiled_kv_heads,
+    up_before_gate,
     without_qk_norm,
+    without_shared_expert,
     without_unit_offset,
 )
 
@@ -199,3 +202,12 @@ FLIPS = (
     Flip("kv_heads", weights=tiled_kv_heads),
     Flip("attention_gate", weights=gate_in_halves),
 )
+
+EXPERT_FLIPS = (
+    Flip("shared_expert", weights=without_shared_expert),
+    Flip("packing", weights=up_before_gate),
+    Flip("expert_order", weights=experts_in_reverse),
+)
+
+EXPERT_OUTPUTS = ("self_attn.o_proj.weight", "mlp.experts.down_proj", "mlp.shared_expert.down_proj.weight")
+"""Output projections of a layer with experts."""
