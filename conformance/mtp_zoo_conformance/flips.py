@@ -138,7 +138,7 @@ def tiled_kv_heads(head: DraftHead) -> None:
 
 def without_shared_expert(head: DraftHead) -> None:
     """Leave the shared expert out."""
-    head.get_submodule("depths.0.block.mlp.shared_expert.down_proj").weight.data.zero_()
+    head.get_parameter("depths.0.block.mlp.shared_expert.down_proj.weight").data.zero_()
 
 
 def up_before_gate(head: DraftHead) -> None:
