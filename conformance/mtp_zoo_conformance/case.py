@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from mtp_zoo.spec import Engine
@@ -28,8 +27,6 @@ STAGES = ("embedding_norm", "hidden_norm", "fusion", "attention", "mlp", "output
 
 TAP = "tap"
 """The target's state that is handed to the head; compared where both sides run the target."""
-
-NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -56,13 +53,11 @@ class EngineView:
         stages: stage -> path of the engine's submodule whose output it is; `recycle` and `logits` need none.
         leftovers: regular expressions of parameters that the engine takes from the target after loading, so that the
             checkpoint's head does not fill them.
-        settings: what had to be set, swapped or dropped, in words, for the record.
     """
 
     draft_class: str
     stages: Mapping[str, str]
     leftovers: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

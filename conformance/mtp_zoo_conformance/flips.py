@@ -80,13 +80,6 @@ def without_unit_offset(head: DraftHead) -> None:
             parameter.data -= 1
 
 
-def with_unit_offset(head: DraftHead) -> None:
-    """Gain by one plus the norm's weight where the family gains by the weight."""
-    for name, parameter in head.named_parameters():
-        if "norm" in name:
-            parameter.data += 1
-
-
 def without_qk_norm(head: DraftHead) -> None:
     """Queries and keys enter the attention as projected."""
     attention = _attention(head)

@@ -136,11 +136,10 @@ def _judge_engine(engine: Engine, plan: _Plan, records: Records | None, record: 
         record.served += heads
     done = [found for found in (records or {}).values() if found.get("version")]
     if done:
-        record.engines.append(_engine_record(engine, done, plan.cases))
+        record.engines.append(_engine_record(engine, done))
 
 
-def _engine_record(engine: Engine, done: Sequence[Mapping[str, Any]], cases: Iterable[ConformanceCase]) -> EngineRecord:
-    stated = [setting for case in cases if engine in case.engines for setting in case.engines[engine].settings]
+def _engine_record(engine: Engine, done: Sequence[Mapping[str, Any]]) -> EngineRecord:
     first = done[0]
     return EngineRecord(
         engine=engine,
@@ -150,7 +149,7 @@ def _engine_record(engine: Engine, done: Sequence[Mapping[str, Any]], cases: Ite
         backend=", ".join(dict.fromkeys(name for names in _each(done, "backend") for name in names.split(", "))),
         draft_classes=_each(done, "draft_class"),
         shims=_each(done, "shims"),
-        settings=tuple(dict.fromkeys((*stated, *_each(done, "settings")))),
+        settings=_each(done, "settings"),
     )
 
 

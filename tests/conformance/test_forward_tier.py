@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtp_zoo_conformance import compare
-from mtp_zoo_conformance.flips import CONVENTIONS, Flip, with_unit_offset, without_unit_offset
+from mtp_zoo_conformance.flips import CONVENTIONS, Flip
 from mtp_zoo_conformance.ours import load
 from mtp_zoo_conformance.prepared import Prepared
 from mtp_zoo_conformance.tiers.judged import Judge, judge_flips, judge_outputs, our_outputs
@@ -39,16 +40,16 @@ def test_our_head_agrees_with_plain_torch_at_every_stage(
 @pytest.mark.parametrize(
     ("name", "first"),
     [
-        ("fuse_order", "fusion by .* (prefill"),
-        ("recycle", "recycle by .* (prefill"),
-        ("position_rule", "attention by .* (step2"),
-        ("zero_first_embedding", "embedding_norm by .* (prefill, request ., position 0"),
-        ("norm_weight", "embedding_norm by .* (prefill"),
-        ("rotary_pairs", "attention by .* (prefill"),
-        ("rotary_base", "attention by .* (prefill"),
-        ("qk_norm", "attention by .* (prefill"),
-        ("kv_heads", "attention by .* (prefill"),
-        ("attention_gate", "attention by .* (prefill"),
+        ("fuse_order", r"fusion by .* \(prefill, .*\)"),
+        ("recycle", r"recycle by .* \(prefill, .*\)"),
+        ("position_rule", r"attention by .* \(step2, .*\)"),
+        ("zero_first_embedding", r"embedding_norm by .* \(prefill, request \d, position 0\)"),
+        ("norm_weight", r"embedding_norm by .* \(prefill, .*\)"),
+        ("rotary_pairs", r"attention by .* \(prefill, .*\)"),
+        ("rotary_base", r"attention by .* \(prefill, .*\)"),
+        ("qk_norm", r"attention by .* \(prefill, .*\)"),
+        ("kv_heads", r"attention by .* \(prefill, .*\)"),
+        ("attention_gate", r"attention by .* \(prefill, .*\)"),
     ],
 )
 def test_a_flipped_convention_is_caught_at_its_own_stage(
@@ -59,9 +60,7 @@ def test_a_flipped_convention_is_caught_at_its_own_stage(
     bounds = compare.fp32_tolerances("reference")
     miss = compare.first_miss(compare.differences(mine, reference_outputs, prepared.requests, bounds))
     assert miss is not None
-    stage, _, place = first.partition(" by .* (")
-    assert miss.stage == stage
-    assert miss.where.startswith(place.split(", request .")[0])
+    assert re.fullmatch(first, str(miss))
 
 
 def test_the_flips_of_a_case_are_all_reported(prepared: Prepared, reference_outputs: Mapping[str, Tensor]) -> None:
@@ -102,11 +101,3 @@ def test_a_damaged_weight_is_a_difference_with_its_first_stage(
     assert cells["logits"].verdict == "differs"
     assert "first to differ: mlp by" in cells["logits"].reason
     assert "(prefill, request" in cells["logits"].reason
-
-
-def test_the_two_offset_flips_undo_each_other(prepared: Prepared) -> None:
-    head = load(prepared.case, prepared.checkpoint, engine=None)
-    before = {name: value.clone() for name, value in head.weights().items()}
-    without_unit_offset(head)
-    with_unit_offset(head)
-    assert all(torch.allclose(value, before[name], atol=1e-6) for name, value in head.weights().items())
