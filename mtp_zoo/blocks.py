@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,7 +40,11 @@ class BlockSource:
     Attributes:
         module: transformers model folder (`transformers.models.<module>`).
         config, layer, norm, rotary, pretrained: class names in it.
-        layer_type: entry of `layer_types` that the block has, whatever the trunk's layers are.
+        layer_type: entry of `layer_types` that the block has, whatever the trunk's layers are; None where the family's
+            layers are of one type.
+        fixed: config entries that the block has whatever the trunk's first layer is (a sparse MLP, an indexer of its own).
+        corrections: what to set right in a layer, see `mtp_zoo.corrections`.
+        context_field: config field that says up to which context the block's attention is exact; None: it always is.
     """
 
     module: str
@@ -49,7 +53,10 @@ class BlockSource:
     norm: str
     rotary: str
     pretrained: str
-    layer_type: str
+    layer_type: str | None
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    corrections: tuple[Callable[[Any, Any], None], ...] = ()
+    context_field: str | None = None
 
     def load_class(self, name: str, kind: str = "modeling") -> Any:
         """The class `name` of transformers.models.<module>.<kind>_<module>."""
@@ -66,10 +73,14 @@ class BlockSource:
         text.pop("rope_scaling", None)
         made = self.load_class(self.config, "configuration")
         with _config_errors(config):
-            built = made(**text, num_hidden_layers=1, layer_types=[self.layer_type])
+            built = made(**{**text, **self._of_one_layer()})
         built._attn_implementation = ATTENTION
         built._experts_implementation = EXPERTS
         return built
+
+    def _of_one_layer(self) -> dict[str, Any]:
+        types = {} if self.layer_type is None else {"layer_types": [self.layer_type]}
+        return {"num_hidden_layers": 1, **types, **self.fixed}
 
     def build(self, config: ModelConfig) -> BlockFactory:
         """What makes this family's layers and norms for one checkpoint.
@@ -114,7 +125,21 @@ class BlockFactory:
 
     def layer(self) -> nn.Module:
         """One decoder layer."""
-        return self.source.load_class(self.source.layer)(self.config, 0)
+        layer = self.source.load_class(self.source.layer)(self.config, 0)
+        for correct in self.source.corrections:
+            correct(layer, self.config)
+        return layer
+
+    @cached_property
+    def context_limit(self) -> int | None:
+        """Longest context, in tokens, for which the layer's attention is what engines serve; None: any."""
+        return None if self.source.context_field is None else getattr(self.config, self.source.context_field)
+
+    @cached_property
+    def float_names(self) -> tuple[str, ...]:
+        """Ends of tensor names that transformers keeps in FP32 when it casts the model (routers of sigmoid scores)."""
+        kept = self.source.load_class(self.source.pretrained)._keep_in_fp32_modules_strict
+        return tuple(f".{name}" for name in sorted(kept or ()))
 
     def norm(self) -> nn.Module:
         """One RMSNorm over the hidden size, of the family's weight convention."""
@@ -160,6 +185,10 @@ class BlockFactory:
     ) -> torch.Tensor:
         """Run one layer on [batch, seq, hidden]; `attention` reaches the registered attention function."""
         extra = {} if cache is None else {self.cache_keyword: cache}
+        if mask is None and self.context_limit is not None:
+            mask = hidden.new_zeros(
+                1, 1, 1, 1
+            )  # sparse layers cut their indexer's part out of the mask before they call it
         out = layer(
             hidden,
             position_embeddings=position_embeddings,
@@ -171,7 +200,7 @@ class BlockFactory:
         return out[0] if isinstance(out, tuple) else out
 
 
-def _rope_parameters(text: Mapping[str, Any], layer_type: str, config: ModelConfig) -> dict[str, Any]:
+def _rope_parameters(text: Mapping[str, Any], layer_type: str | None, config: ModelConfig) -> dict[str, Any]:
     """RoPE settings from wherever config.json keeps them: rope_parameters (plain or by layer type), its older name
     rope_scaling, or top-level fields. Places that disagree are an error: readers differ in which one they take.
 
@@ -191,11 +220,11 @@ def _rope_parameters(text: Mapping[str, Any], layer_type: str, config: ModelConf
     return {"rope_type": "default", **copy.deepcopy(rope)}
 
 
-def _rope_places(text: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
+def _rope_places(text: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
     beside = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if key in text}
     given = {place: text[place] for place in ("rope_parameters", "rope_scaling") if text.get(place) is not None}
     inner = {
-        place: settings.get(layer_type, settings) if isinstance(settings, dict) else settings
+        place: settings.get(layer_type, settings) if isinstance(settings, dict) and layer_type else settings
         for place, settings in given.items()
     }
     return {**inner, "the config itself": beside}

@@ -189,10 +189,13 @@ class TensorReader:
         self.read_into(entry, out)
         return out
 
-    def raw(self, entry: TensorEntry, chunk: int = 1 << 22) -> Iterator[bytes]:
-        """The tensor's bytes in pieces of at most `chunk`."""
-        for offset in range(0, entry.nbytes, chunk):
-            piece = bytearray(min(chunk, entry.nbytes - offset))
+    def raw(
+        self, entry: TensorEntry, chunk: int = 1 << 22, *, start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
+        """The tensor's bytes, from `start` up to `stop` (its end), in pieces of at most `chunk`."""
+        end = entry.nbytes if stop is None else stop
+        for offset in range(start, end, chunk):
+            piece = bytearray(min(chunk, end - offset))
             self._fill(entry, offset, memoryview(piece))
             yield bytes(piece)
 

@@ -17,8 +17,11 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     ├── HeadError
     │   ├── HeadNotFoundError             the checkpoint holds no head
     │   ├── HeadCountError                config and tensors disagree on the number of depths
+    │   ├── HeadLayerError                config and tensors disagree on the layer where the head begins
     │   ├── HeadMismatchError             missing, unexpected or misshapen tensors; all in its .problems
+    │   ├── ScaleMismatchError            quantised tensors and scales that do not belong together; all in its .problems
     │   ├── SharedTensorError             embedding, lm_head or final norm can't be had
+    │   ├── ContextLimitError             a sequence longer than the head's attention is exact for
     │   └── NotAttachedError              the head was run without the target's embedding and lm_head
     ├── BatchError                        a TokenBatch that breaks the mask contract
     ├── ObjectiveError                    an objective that can't be computed as asked
@@ -116,12 +119,24 @@ class HeadCountError(HeadError):
     """config.json and the tensors disagree on the number of depths."""
 
 
+class HeadLayerError(HeadError):
+    """config.json and the tensors disagree on the layer where an in-stack head begins."""
+
+
 class HeadMismatchError(HeadError):
     """The head's tensors are not the ones that the family's key map asks for."""
 
 
+class ScaleMismatchError(HeadError):
+    """Quantised tensors of the head and their scales do not belong together."""
+
+
 class SharedTensorError(HeadError):
     """The target's embedding, lm_head or final norm can't be had."""
+
+
+class ContextLimitError(HeadError):
+    """A sequence is longer than the context up to which the head's attention is what engines serve."""
 
 
 class NotAttachedError(HeadError):

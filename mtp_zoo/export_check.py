@@ -11,11 +11,11 @@ from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry, TensorReader
 from mtp_zoo.errors import CheckpointError, VerificationError
 from mtp_zoo.export_plan import ExportPlan
 from mtp_zoo.progress import progress
-from mtp_zoo.registry import Family
+from mtp_zoo.site import HeadSite
 
 
 def check_output(
-    root: Path, plan: ExportPlan, base: CheckpointIndex, family: Family, depths: int, digests: Mapping[str, str]
+    root: Path, plan: ExportPlan, base: CheckpointIndex, site: HeadSite, depths: int, digests: Mapping[str, str]
 ) -> None:
     """Compare the checkpoint in `root` with its plan.
 
@@ -31,7 +31,7 @@ def check_output(
         *_names(written, plan),
         *_head(written, plan, digests),
         *_trunk(written, plan, base),
-        *_depths(written, family, depths),
+        *_depths(written, site, depths),
     ]
     if problems:
         raise _failed(problems)
@@ -85,8 +85,9 @@ def _same(ours: TensorReader, copied: TensorEntry, theirs: TensorReader, entry: 
     return all(left == right for left, right in zip(ours.raw(copied), theirs.raw(entry), strict=True))
 
 
-def _depths(written: CheckpointIndex, family: Family, depths: int) -> Iterator[str]:
-    found = family.depths_on_disk(name for name in written.entries if family.in_scope(name))
-    declared = written.config.count(family.count_field) if family.count_field else found
+def _depths(written: CheckpointIndex, site: HeadSite, depths: int) -> Iterator[str]:
+    field = site.family.count_field
+    found = site.depths_on_disk(filter(site.in_scope, written.entries))
+    declared = written.config.count(field) if field else found
     if not declared == found == depths:
         yield f"config.json declares {declared} depths, the files hold {found}, the head has {depths}"

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from mtp_zoo.checkpoint import INDEX_NAME, CheckpointIndex, TensorEntry
 from mtp_zoo.errors import ExportError
-from mtp_zoo.keymap import Skip, claims
+from mtp_zoo.keymap import Binding, Skip, claims
 from mtp_zoo.overlay import files_below
-from mtp_zoo.registry import Family
 from mtp_zoo.safetensors_header import Header, encode_header, read_header
+from mtp_zoo.site import HeadSite
 
 PROVENANCE_NAME = "mtp_zoo.json"
 SINGLE_FILE = "model.safetensors"
@@ -58,12 +58,14 @@ class ExportPlan:
     """The whole output.
 
     Attributes:
+        bindings: the head's stored layout.
         shards: weight files that come from the base.
         head_file, head, head_header: the new shard, its tensors in the order of their bytes, its header.
         weight_map, total_size: content of the new index.
         others: files that are copied.
     """
 
+    bindings: tuple[Binding, ...]
     shards: tuple[ShardPlan, ...]
     head_file: str
     head: tuple[HeadTensor, ...]
@@ -73,22 +75,26 @@ class ExportPlan:
     others: tuple[str, ...]
 
 
-def plan_export(index: CheckpointIndex, family: Family, head: Iterable[HeadTensor]) -> ExportPlan:
+def plan_export(
+    index: CheckpointIndex, site: HeadSite, bindings: tuple[Binding, ...], head: Iterable[HeadTensor]
+) -> ExportPlan:
     """Decide the output's files.
 
     Args:
         index: of the base; must be whole.
-        family: whose scope says which of the base's tensors are an old head.
+        site: says which of the base's tensors are an old head.
+        bindings: the head's stored layout.
         head: the new head's tensors.
     """
     head = tuple(head)
-    old = old_head(index, family, {tensor.name for tensor in head})
+    old = old_head(index, site, {tensor.name for tensor in head})
     shards = tuple(_shards(index, old))
     head_file = name_that_sorts_last(shard.name for shard in shards)
     listed = {shard.source for shard in shards if _is_listed(index, shard.source)}
     weight_map = {e.name: shard.name for shard in shards if shard.source in listed for e in shard.entries}
     kept = sum(e.nbytes for shard in shards if shard.source in listed for e in shard.entries)
     return ExportPlan(
+        bindings=bindings,
         shards=shards,
         head_file=head_file,
         head=head,
@@ -99,13 +105,13 @@ def plan_export(index: CheckpointIndex, family: Family, head: Iterable[HeadTenso
     )
 
 
-def old_head(index: CheckpointIndex, family: Family, new: set[str]) -> frozenset[str]:
+def old_head(index: CheckpointIndex, site: HeadSite, new: set[str]) -> frozenset[str]:
     """Names of the base that must not survive: the head's scope, save what the family deliberately leaves alone."""
-    skips = [rule for rule in family.rules if isinstance(rule, Skip)]
+    skips = [rule for rule in site.family.rules if isinstance(rule, Skip)]
     return frozenset(
         name
         for name in index.entries
-        if name in new or (family.in_scope(name) and not any(claims(rule, name) for rule in skips))
+        if name in new or (site.in_scope(name) and not any(claims(rule, name) for rule in skips))
     )
 
 

@@ -13,7 +13,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,14 @@ from mtp_zoo.errors import ExportError, UnsupportedQuantizationError
 from mtp_zoo.export_check import check_output
 from mtp_zoo.export_plan import PROVENANCE_NAME, ExportPlan, HeadTensor, ShardPlan, plan_export
 from mtp_zoo.index_file import encode_index
-from mtp_zoo.keymap import FLOAT_DTYPES, to_native
+from mtp_zoo.keymap import FLOAT_DTYPES, Binding, to_native
+from mtp_zoo.loader import key_map
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.overlay import Overlay, refuse_existing, staging
 from mtp_zoo.progress import progress
 from mtp_zoo.quantization import scheme_name
 from mtp_zoo.registry import Family
+from mtp_zoo.site import HeadSite, find_site
 from mtp_zoo.version import __version__
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ def export(
 ) -> ExportReport:
     """Write `base` with `head` in place of its own head, if it has one, as a new checkpoint.
 
+    The head takes the base's stored form: its layer numbers, and experts one by one or packed. Copies of the target's
+    embedding and lm_head inside the base's head stay as they are; where there are none, none are made.
     The base is never touched. `.git`, `.cache` and pickled weights (`pytorch_model*.bin`) stay behind.
 
     Args:
@@ -80,8 +84,8 @@ def export(
         base: checkpoint directory, hub-cache tree, or id of a cached repository; whole.
         out: directory to make; must not exist.
         copy: copy weight files instead of hard-linking them.
-        dtype: store the head's float tensors like this; None keeps, tensor by tensor, what the base or, where the base
-            lacks the tensor, the checkpoint of the head stores.
+        dtype: store the head's float tensors like this, all but those that must not be rounded (`DraftHead.rounds`); None
+            keeps, tensor by tensor, what the base or, where the base lacks the tensor, the checkpoint of the head stores.
         training: what `mtp_zoo.json` shall say of the training; must be JSON.
 
     Raises:
@@ -95,19 +99,21 @@ def export(
     out = _plain_path(out)
     index = CheckpointIndex.open(base)
     check_export(index, out, head.family)
-    _refuse_misfit(head, index)
+    site = find_site(head.family, index.names, index.config)
+    _refuse_misfit(head, site, index)
+    bindings = key_map(head, site).layout(filter(site.in_scope, index.entries), like=head.origin.bindings)
     facts = {
         "base": {"source": index.source, "path": str(index.root.absolute()), "revision": index.revision},
         "training": training,
     }
     _refuse_unprintable(facts)
-    plan = plan_export(index, head.family, _stored_form(head, index, dtype))
+    plan = plan_export(index, site, bindings, _stored_form(head, bindings, index, dtype))
     try:
         with staging(out) as partial:
             overlay = Overlay(partial, link=not copy)
             digests = _fill(overlay, plan, head, index)
             _write_texts(overlay, plan, head, index.config, _provenance(plan, head, digests, facts))
-            check_output(partial, plan, index, head.family, head.num_depths, digests)
+            check_output(partial, plan, index, site, head.num_depths, digests)
     except OSError as error:
         raise _failed(out, error) from error
     return ExportReport(
@@ -132,7 +138,7 @@ def check_export(index: CheckpointIndex, out: str | Path, family: Family) -> Non
     index.verify()
     _refuse_overlap(out, index.root)
     refuse_existing(out)
-    _refuse_quantized(index, family)
+    _refuse_quantized(index, find_site(family, index.names, index.config))
 
 
 def _plain_path(out: str | Path) -> Path:
@@ -149,8 +155,8 @@ def _refuse_overlap(out: Path, root: Path) -> None:
         )
 
 
-def _refuse_quantized(index: CheckpointIndex, family: Family) -> None:
-    old = [entry for name, entry in index.entries.items() if family.in_scope(name)]
+def _refuse_quantized(index: CheckpointIndex, site: HeadSite) -> None:
+    old = [entry for name, entry in index.entries.items() if site.in_scope(name)]
     quantized = [entry for entry in old if entry.dtype not in FLOAT_DTYPES]
     declared = index.config.raw.get("quantization_config") or index.config.text.get("quantization_config")
     if quantized or (declared and not old):
@@ -162,9 +168,10 @@ def _refuse_quantized(index: CheckpointIndex, family: Family) -> None:
         )
 
 
-def _refuse_misfit(head: DraftHead, index: CheckpointIndex) -> None:
+def _refuse_misfit(head: DraftHead, site: HeadSite, index: CheckpointIndex) -> None:
     """Every head tensor must have the shape that the base's config asks for."""
-    expected = type(head)(head.family, index.config, depths=head.num_depths, device="meta").state_dict()
+    fitting = type(head)(head.family, index.config, depths=head.num_depths, first_layer=site.first_layer, device="meta")
+    expected = fitting.state_dict()
     found = head.state_dict()
     problems = [
         f"{name}: the base needs {list(expected[name].shape)}, the head has {list(found[name].shape)}"
@@ -191,16 +198,20 @@ def _refuse_unprintable(facts: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _stored_form(head: DraftHead, index: CheckpointIndex, dtype: torch.dtype | None) -> Iterator[HeadTensor]:
+def _stored_form(
+    head: DraftHead, bindings: Sequence[Binding], index: CheckpointIndex, dtype: torch.dtype | None
+) -> Iterator[HeadTensor]:
     """The head's native tensors in the order in which they will be stored."""
     if dtype is not None and stored_dtype(dtype) not in FLOAT_DTYPES:
         raise ExportError(
             f"Exporting as {dtype}: expected one of {FLOAT_DTYPES}.", remedy="Name a float dtype, or none."
         )
-    for binding in head.origin.bindings:
+    for binding in bindings:
+        part = next(iter(binding.heads))
         for name, shape in binding.natives.items():
             own = index.entries.get(name)
-            stored = stored_dtype(dtype) if dtype else own.dtype if own else head.origin.native_dtypes[name]
+            found = own.dtype if own else head.origin.dtypes[part]
+            stored = stored_dtype(dtype) if dtype and head.rounds(part) else found
             yield HeadTensor(name, stored, shape, torch_dtype(stored).itemsize * torch.Size(shape).numel())
 
 
@@ -208,7 +219,7 @@ def _native_tensors(plan: ExportPlan, head: DraftHead) -> Iterator[tuple[HeadTen
     """The native tensors one rule at a time, on the CPU, in the head's own dtypes."""
     weights = head.state_dict()
     planned = {tensor.name: tensor for tensor in plan.head}
-    for binding in head.origin.bindings:
+    for binding in plan.bindings:
         natives = to_native([binding], weights)
         for name in binding.natives:
             yield planned[name], natives.pop(name).cpu()
@@ -217,7 +228,7 @@ def _native_tensors(plan: ExportPlan, head: DraftHead) -> Iterator[tuple[HeadTen
 def _casts(plan: ExportPlan, head: DraftHead) -> int:
     weights = head.state_dict()
     stored = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.head}
-    moves = [move for binding in head.origin.bindings for move in binding.moves]
+    moves = [move for binding in plan.bindings for move in binding.moves]
     return len({move.native for move in moves if weights[move.head].dtype != stored[move.native]})
 
 

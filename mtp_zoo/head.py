@@ -13,7 +13,7 @@ Families with one fusion for several blocks let every depth use the parts of dep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -25,10 +25,18 @@ from torch.utils.checkpoint import checkpoint
 from mtp_zoo.batch import TokenBatch
 from mtp_zoo.blocks import BlockFactory
 from mtp_zoo.chain_attention import register_attention
-from mtp_zoo.errors import FamilyDefinitionError, NotAttachedError, SharedTensorError
+from mtp_zoo.errors import (
+    ContextLimitError,
+    FamilyDefinitionError,
+    NotAttachedError,
+    SettingsError,
+    SharedTensorError,
+)
+from mtp_zoo.groups import GROUPS, Group, group_of
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.rollout import Rollout, run_rollout
 from mtp_zoo.shared import SharedTensors
+from mtp_zoo.site import HeadSite
 from mtp_zoo.spec import DepthPolicy, Engine, HeadSpec
 
 if TYPE_CHECKING:
@@ -103,6 +111,7 @@ class DraftHead(nn.Module):
         family: its family record.
         config: the checkpoint's config.
         depths: number of depths that the checkpoint stores.
+        first_layer: number of depth 0 among the trunk's layers, for families whose head lies behind them.
         device: where parameters are made; "meta" makes shapes only.
 
     Attributes:
@@ -114,7 +123,13 @@ class DraftHead(nn.Module):
     origin: Origin
 
     def __init__(
-        self, family: Family, config: ModelConfig, *, depths: int = 1, device: torch.device | str | None = None
+        self,
+        family: Family,
+        config: ModelConfig,
+        *,
+        depths: int = 1,
+        first_layer: int = 0,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         recycled = {family.spec.recycle.of(name) for name in (None, "vllm", "sglang")}
@@ -125,6 +140,7 @@ class DraftHead(nn.Module):
             )
         register_attention()
         self.family = family
+        self.site = HeadSite(family, first_layer)
         self.spec = family.spec
         self.engine: Engine | None = None
         self.factory = family.block.build(config)
@@ -137,6 +153,7 @@ class DraftHead(nn.Module):
         self.rotary = self.factory.rotary()
         self._shared: SharedTensors | None = None
         self._checkpointing = False
+        self.train_only(GROUPS)
 
     @property
     def num_depths(self) -> int:
@@ -186,8 +203,50 @@ class DraftHead(nn.Module):
     def weights(self) -> dict[str, Tensor]:
         """Every stored tensor by canonical name: the entries of `state_dict()`, with their graph."""
         stored = self.state_dict().keys()
-        buffers = {name: value for name, value in self.named_buffers() if name in stored}
-        return {**dict(self.named_parameters()), **buffers}
+        buffers = {name: value for name, value in self.named_buffers(remove_duplicate=False) if name in stored}
+        return {**dict(self.named_parameters(remove_duplicate=False)), **buffers}
+
+    def train_only(self, groups: Collection[Group]) -> None:
+        """Let the tensors of these groups take gradients, and no others.
+
+        By default all six groups do. The router's correction bias and the indexer of sparse attention belong to none.
+
+        Args:
+            groups: of `fusion`, `attention`, `mlp`, `experts`, `router`, `norms`.
+
+        Raises:
+            SettingsError: a group that does not exist, or none that this head has.
+        """
+        present = {name: group_of(name) for name, _ in self.named_parameters()}
+        if not set(groups) & set(present.values()) or set(groups) - set(GROUPS):
+            held = [group for group in GROUPS if group in present.values()]
+            raise SettingsError(
+                f"Choosing what the {self.family.name} head trains: expected groups of {held}, got {list(groups)}.",
+                remedy="Name at least one group that the head has.",
+            )
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(present[name] in groups)
+
+    def rounds(self, name: str) -> bool:
+        """Whether a cast of the head may lower the precision of a tensor, by canonical name.
+
+        It may not for what is never trained, nor for what the model's own code computes with in FP32 (routers of sigmoid
+        scores): these keep the dtype they were stored in.
+        """
+        return group_of(name) is not None and not name.endswith(self.factory.float_names)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DraftHead:
+        before = {name: value.data for name, value in self._unrounded()}
+        super()._apply(fn, recurse)
+        for name, value in self._unrounded():
+            if torch.promote_types(before[name].dtype, value.dtype) != value.dtype:
+                value.data = before[name].to(value.device)
+        return self
+
+    def _unrounded(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in (*self.depths.named_parameters("depths"), *self.depths.named_buffers("depths")):
+            if not self.rounds(name):
+                yield name, value
 
     def trainable_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that take gradients; never the target's."""
@@ -207,7 +266,11 @@ class DraftHead(nn.Module):
             embeddings, hidden: [batch, seq, hidden]; cast to the head's dtype.
             position_ids: [batch, seq].
             attention: what the attention function takes: `mtp_chain`, or `cache` and `mask`.
+
+        Raises:
+            ContextLimitError: some position lies beyond the context for which the block's attention is exact.
         """
+        self._check_context(position_ids)
         module = self.depths[(depth - 1) % self.num_depths]
         assert isinstance(module, DraftDepth)
         like = next(module.eh_proj.parameters())
@@ -216,6 +279,17 @@ class DraftHead(nn.Module):
             # Only the non-reentrant kind sees the gradients of keys and values that leave through the attention's state.
             return cast("DepthState", checkpoint(self._run, *arguments, use_reentrant=False, **attention))
         return self._run(*arguments, **attention)
+
+    def _check_context(self, position_ids: Tensor) -> None:
+        limit = self.factory.context_limit
+        if limit is None or int(position_ids.max()) < limit:
+            return
+        raise ContextLimitError(
+            f"Running the {self.family.name} head: expected a context of at most {limit} tokens "
+            f"('{self.family.block.context_field}'), got position {int(position_ids.max())}. Its attention here is dense, and "
+            "engines attend to the tokens that an indexer picks: the same up to there, not beyond.",
+            remedy=f"Cut or split documents so that, with the drafted depths, none is longer than {limit} tokens.",
+        )
 
     def _run(
         self, module: DraftDepth, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, **attention: Any

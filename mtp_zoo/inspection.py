@@ -9,6 +9,7 @@ from typing import Any
 from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry
 from mtp_zoo.errors import MTPZooError
 from mtp_zoo.registry import Family, Resolution, resolve, resolve_family
+from mtp_zoo.site import likely_site
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,14 @@ def inspect(source: str | Path) -> Inspection:
         _plan(index, resolution)
     except MTPZooError as error:
         notes = [error.message, *map(str, error.problems)]
-    scoped = [entry for name, entry in sorted(index.entries.items()) if family and family.in_scope(name)]
+    site = likely_site(family, index.names, index.config) if family else None
+    scoped = [entry for name, entry in sorted(index.entries.items()) if site and site.in_scope(name)]
     shared, missing = _shared(index, family) if family else ({}, [])
     problems += [*missing, *(resolution.notices if resolution else ())]
     return Inspection(
         source=str(source),
         family=family.name if family else None,
-        depths=family.depths_on_disk(entry.name for entry in scoped) if family else 0,
+        depths=site.depths_on_disk(entry.name for entry in scoped) if site else 0,
         tensors=tuple(scoped),
         shared=shared,
         loads=not notes,

@@ -133,7 +133,7 @@ class KeyMap:
         claimed = Counter(name for binding in bindings for name in _claimed(binding))
         problems += [f"two rules claim '{name}'" for name, count in claimed.items() if count > 1]
         if not problems:
-            filled = Counter(name for binding in self.default_bindings() for name in binding.heads)
+            filled = Counter(name for binding in self.layout() for name in binding.heads)
             problems += [f"the first forms of the table fill '{name}' twice" for name, n in filled.items() if n > 1]
         if problems:
             raise FamilyDefinitionError(
@@ -155,7 +155,7 @@ class KeyMap:
             HeadMismatchError: with every missing, unexpected, misshapen and mistyped tensor at once.
         """
         entries = {entry.name: entry for entry in stored}
-        bindings, problems = self._select(entries)
+        bindings, problems = self._select(frozenset(entries))
         expected = {name: shape for binding in bindings for name, shape in binding.natives.items()}
         skipped = self._skipped(entries.keys() - expected.keys())
         problems += _compare(entries, expected, skipped)
@@ -170,21 +170,28 @@ class KeyMap:
         dtypes = {name: entries[name].dtype for name in expected}
         return LoadPlan(tuple(bindings), tuple(sorted(expected)), skipped, dtypes)
 
-    def default_bindings(self) -> tuple[Binding, ...]:
-        """The first layout that the table lists for each head tensor; for heads that come from no checkpoint."""
-        bindings, _ = self._select({})
+    def layout(self, names: Iterable[str] = (), *, like: Iterable[Binding] = ()) -> tuple[Binding, ...]:
+        """The stored form of each head tensor: the one whose names are present, else the one that `like` uses, else the
+        first that the table lists.
+
+        Args:
+            names: native names of the checkpoint that is written to.
+            like: the layout that the head came in; its layer numbers need not be this map's.
+        """
+        bindings, _ = self._select(frozenset(names), [binding.rule for binding in like])
         return tuple(bindings)
 
-    def _select(self, entries: Mapping[str, TensorInfo]) -> tuple[list[Binding], list[Problem]]:
+    def _select(self, names: frozenset[str], preferred: Sequence[Rule] = ()) -> tuple[list[Binding], list[Problem]]:
         """The layout in use: where a head tensor has several stored forms, the one whose names are present."""
         chosen: list[Binding] = []
         problems: list[Problem] = []
         for name, choices in self._choices.items():
-            present = [binding for binding in choices if binding.natives.keys() & entries.keys()]
+            present = [binding for binding in choices if not names.isdisjoint(binding.natives)]
             if len(present) > 1:
                 forms = " and ".join(next(iter(binding.natives)) for binding in present)
                 problems.append(Problem("ambiguous", name, f"stored in more than one form: {forms}"))
-            binding = (present or list(choices))[0]
+            usual = [binding for binding in choices if binding.rule in preferred]
+            binding = (present or usual or list(choices))[0]
             if binding not in chosen:
                 chosen.append(binding)
         return chosen, problems

@@ -8,8 +8,8 @@ Nothing is read before the plan is whole, nothing in the head keeps an initial v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry, TensorReader, stored_dtype, torch_dtype
+from mtp_zoo.copies import Comparison, compare_copies
 from mtp_zoo.errors import HeadCountError, SettingsError
+from mtp_zoo.groups import GROUPS, Group
 from mtp_zoo.head import DraftHead
 from mtp_zoo.keymap import FLOAT_DTYPES, Binding, KeyMap, LoadPlan, Move
 from mtp_zoo.progress import progress
 from mtp_zoo.quantization import refuse_quantized
 from mtp_zoo.registry import Family, Resolution, get_family, resolve, resolve_family
+from mtp_zoo.site import HeadSite, find_site
 from mtp_zoo.spec import Engine
 
 Init: TypeAlias = Literal["checkpoint", "random"]
@@ -47,6 +50,7 @@ class LoadReport:
         source, family, depths: where from and what.
         tensors: every native tensor read.
         skipped: native names left alone, with the reason.
+        copies: of those that repeat a tensor of the target, whether they equal it.
         initialised: head tensors that hold random values because that was asked for.
         notices: contradictions in the checkpoint that did not stop the load.
         bytes_read: bytes taken from disk, headers included.
@@ -57,6 +61,7 @@ class LoadReport:
     depths: int
     tensors: tuple[LoadedTensor, ...]
     skipped: Mapping[str, str]
+    copies: Mapping[str, Comparison]
     initialised: tuple[str, ...]
     notices: tuple[str, ...]
     bytes_read: int
@@ -71,12 +76,16 @@ class LoadReport:
 
         rows = [(t.name, t.dtype, "x".join(map(str, t.shape)), f"{t.nbytes:,}", t.file) for t in self.tensors]
         rows += [(name, "", "", "", "random, not read") for name in self.initialised]
-        rows += [(name, "", "", "", f"skipped: {because}") for name, because in self.skipped.items()]
+        rows += [(name, "", "", "", f"skipped: {self._because(name)}") for name in self.skipped]
         title = (
             f"{self.family}, {self.depths} depth(s), {self.head_bytes:,} bytes of head, {self.bytes_read:,} bytes read"
         )
         table = render_table(title, ("tensor", "dtype", "shape", "bytes", "file"), rows, right=(2, 3))
         return "\n".join([table, *(f"notice: {notice}" for notice in self.notices)])
+
+    def _because(self, name: str) -> str:
+        compared = self.copies.get(name)
+        return self.skipped[name] + (f"; {compared}" if compared else "")
 
 
 @dataclass(frozen=True)
@@ -86,12 +95,12 @@ class Origin:
     Attributes:
         root: directory of the checkpoint.
         bindings: the stored layout.
-        native_dtypes: stored dtype (safetensors' spelling) of every native tensor.
+        dtypes: stored dtype (safetensors' spelling) of every head tensor, by canonical name.
     """
 
     root: Path
     bindings: tuple[Binding, ...]
-    native_dtypes: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, str]
 
 
 def load_head(
@@ -105,6 +114,7 @@ def load_head(
     depths: int | None = None,
     seed: int = 0,
     engine: Engine | None = None,
+    trainable: Collection[Group] = GROUPS,
 ) -> DraftHead:
     """Load the head that a checkpoint ships.
 
@@ -113,18 +123,20 @@ def load_head(
         target: transformers model (or `SharedTensors`) whose embedding and lm_head the head borrows.
         family: family name, to skip the decision from the tensors.
         dtype: cast to this dtype; None keeps every tensor as stored. `torch.float32` gives master weights for training.
+            Tensors that must not be rounded (`DraftHead.rounds`), such as a router's FP32 bias, are cast upwards only.
         device: where the head lives.
         init: "random" makes a new head instead of reading one, by transformers' rule, from `seed`.
         depths: number of depths of a new head; only with `init="random"`. None takes what the config declares, or 1.
         engine: the engine that will serve, where engines differ in a convention; None is the training default.
+        trainable: groups of tensors that take gradients, see `DraftHead.train_only`.
 
     Returns:
         The head; `head.report` says what was read.
 
     Raises:
-        SettingsError: `init`, `dtype` or `engine` is none of those above.
+        SettingsError: `init`, `dtype`, `engine` or `trainable` is none of those above.
         CheckpointError: the files can't be read as a checkpoint.
-        UnresolvedFamilyError, HeadNotFoundError, HeadCountError, HeadMismatchError: see `mtp_zoo.errors`.
+        UnresolvedFamilyError, HeadNotFoundError, HeadCountError, HeadLayerError, HeadMismatchError: see `mtp_zoo.errors`.
         UnsupportedQuantizationError: the head is stored quantised.
     """
     _check_request(source, dtype, init, depths, engine)
@@ -135,6 +147,7 @@ def load_head(
     else:
         head = _stored_head(index, resolve(index.names, index.config, family=chosen), dtype, device)
     head.engine = engine
+    head.train_only(trainable)
     return head if target is None else head.attach(target)
 
 
@@ -172,18 +185,19 @@ def plan_head(index: CheckpointIndex, resolution: Resolution) -> tuple[DraftHead
         BrokenCheckpointError: a file that holds or should hold a tensor of the head can't be trusted.
         UnsupportedQuantizationError, HeadMismatchError: see `load_head`.
     """
-    family = resolution.family
-    index.check(family.in_scope)
+    family, site = resolution.family, resolution.site
+    index.check(site.in_scope)
     entries = index.require(resolution.names)
     refuse_quantized(entries, index.config, f"{family.name} head")
-    head = DraftHead(family, index.config, depths=resolution.depths, device="meta")
+    head = DraftHead(family, index.config, depths=resolution.depths, first_layer=site.first_layer, device="meta")
     return head, key_map(head).plan(entries)
 
 
-def key_map(head: DraftHead) -> KeyMap:
-    """The family's rules, bound to this head's tensors."""
+def key_map(head: DraftHead, site: HeadSite | None = None) -> KeyMap:
+    """The family's rules, bound to this head's tensors, at the head's own place or at `site` in another checkpoint."""
     shapes = {name: tuple(value.shape) for name, value in head.weights().items()}
-    return KeyMap(head.family.rules, shapes, depths=head.num_depths, family=head.family.name)
+    first_layer = (site or head.site).first_layer
+    return KeyMap(head.family.rules, shapes, depths=head.num_depths, first_layer=first_layer, family=head.family.name)
 
 
 def _stored_head(
@@ -193,30 +207,34 @@ def _stored_head(
     reader = TensorReader(index)
     with progress("Reading the head", total=len(plan.natives)) as advance:
         for binding in plan.bindings:
-            for name, value in _read_binding(binding, index, reader, dtype, device, advance).items():
+            for name, value in _read_binding(binding, head, index, reader, dtype, device, advance).items():
                 _assign(head, name, value)
     head.rotary.to(device)
     entries = [index.entries[name] for name in plan.natives]
+    copies = compare_copies(index, head.site, plan.skipped, reader)
     head.report = LoadReport(
         source=index.source,
         family=head.family.name,
         depths=head.num_depths,
         tensors=tuple(LoadedTensor(e.name, e.dtype, e.shape, e.nbytes, e.file) for e in entries),
         skipped=plan.skipped,
+        copies=copies,
         initialised=(),
-        notices=(*resolution.notices, *_notices(index, head.family)),
+        notices=(*resolution.notices, *_notices(index, head.site)),
         bytes_read=index.header_bytes + reader.bytes_read,
     )
-    head.origin = Origin(index.root, plan.bindings, plan.dtypes)
+    dtypes = {name: plan.dtypes[next(iter(binding.natives))] for binding in plan.bindings for name in binding.heads}
+    head.origin = Origin(index.root, plan.bindings, dtypes)
     return head
 
 
-def _notices(index: CheckpointIndex, family: Family) -> list[str]:
-    return [str(fault) for fault in index.faults if any(family.in_scope(name) for name in fault.tensors)]
+def _notices(index: CheckpointIndex, site: HeadSite) -> list[str]:
+    return [str(fault) for fault in index.faults if any(site.in_scope(name) for name in fault.tensors)]
 
 
 def _read_binding(
     binding: Binding,
+    head: DraftHead,
     index: CheckpointIndex,
     reader: TensorReader,
     dtype: torch.dtype | None,
@@ -225,7 +243,10 @@ def _read_binding(
 ) -> dict[str, Tensor]:
     """Head tensors of one rule. Each is allocated once; whole natives are read in place, parts through one buffer."""
     stored = torch_dtype(index.entries[next(iter(binding.natives))].dtype)
-    filled = {name: torch.empty(shape, dtype=dtype or stored, device=device) for name, shape in binding.heads.items()}
+    filled = {
+        name: torch.empty(shape, dtype=_held_dtype(head, name, stored, dtype), device=device)
+        for name, shape in binding.heads.items()
+    }
     by_native: dict[str, list[Move]] = {}
     for move in binding.moves:
         by_native.setdefault(move.native, []).append(move)
@@ -233,6 +254,12 @@ def _read_binding(
         _read_native(index.entries[native], moves, filled, reader)
         advance()
     return filled
+
+
+def _held_dtype(head: DraftHead, name: str, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    if asked is None or head.rounds(name):
+        return asked or stored
+    return torch.promote_types(stored, asked)
 
 
 def _read_native(entry: TensorEntry, moves: list[Move], filled: Mapping[str, Tensor], reader: TensorReader) -> None:
@@ -265,25 +292,30 @@ def _new_head(
 ) -> DraftHead:
     """A head with random weights; an export stores it in the dtype of most of the trunk."""
     declared = index.config.count(family.count_field) if family.count_field else None
+    site = find_site(family, index.names, index.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = DraftHead(family, index.config, depths=depths or declared or 1)
+        head = DraftHead(family, index.config, depths=depths or declared or 1, first_layer=site.first_layer)
         head.factory.initialise(head)
-    bindings = key_map(head).default_bindings()
+    bindings = key_map(head).layout()
     stored = _trunk_dtype(index)
     head.to(device=device, dtype=dtype or torch_dtype(stored))
-    ignored = [name for name in index.entries if family.in_scope(name)]
+    ignored = [name for name in index.entries if site.in_scope(name)]
     head.report = LoadReport(
         source=index.source,
         family=family.name,
         depths=head.num_depths,
         tensors=(),
         skipped=dict.fromkeys(ignored, 'init="random" was asked for'),
+        copies={},
         initialised=tuple(head.weights()),
         notices=(),
         bytes_read=index.header_bytes,
     )
-    head.origin = Origin(index.root, bindings, {name: stored for binding in bindings for name in binding.natives})
+    dtypes = {
+        name: stored if head.rounds(name) else stored_dtype(value.dtype) for name, value in head.weights().items()
+    }
+    head.origin = Origin(index.root, bindings, dtypes)
     return head
 
 

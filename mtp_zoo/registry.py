@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtp_zoo.errors import (
     DuplicateFamilyError,
+    FamilyDefinitionError,
     HeadCountError,
     HeadNotFoundError,
     UnknownFamilyError,
     UnresolvedFamilyError,
 )
 from mtp_zoo.modelconfig import ModelConfig
-from mtp_zoo.rules import Rule, Skip, Stack, claims
-from mtp_zoo.spec import HeadSpec
+from mtp_zoo.rules import Rule, Skip, claims, templates_of
+from mtp_zoo.site import HeadSite, behind_prefix, find_site, fused_layers, likely_site
+from mtp_zoo.spec import Engine, HeadSpec
 
 if TYPE_CHECKING:
     from mtp_zoo.blocks import BlockSource
@@ -52,13 +53,16 @@ class Family:
         name: the family's name in this library.
         model_types: values of `model_type` (of the language model or of the whole) that the family covers.
         count_field: config field that declares the number of depths, or None where the family has no such field.
-        scope: native name prefixes that belong to the head and to nothing else.
-        layer: native prefix of one depth's block, with `{d}`; depths are counted by it.
+        scope: native name prefixes that belong to the head and to nothing else; with `{n}` where the head's depths are
+            further layers of the trunk's stack.
+        layer: native prefix of one depth's block, with `{d}` (the depth) or `{n}` (its number in the trunk's stack); depths
+            are counted by it.
         shared_parts: canonical parts of depth 0 that every depth uses (an MTP stack with a single fusion).
         spec: the conventions that shapes cannot show.
         rules: the key map.
         block: where the trainable block comes from.
         target: names of the tensors that the head borrows.
+        engines: class name of the draft module in each engine that serves the family.
     """
 
     name: str
@@ -71,24 +75,24 @@ class Family:
     rules: tuple[Rule, ...]
     block: BlockSource
     target: TargetNames
+    engines: Mapping[Engine, str]
 
-    def in_scope(self, name: str) -> bool:
-        """Whether a checkpoint tensor of that name belongs to the head."""
-        return name.startswith(self.scope)
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def in_stack(self) -> bool:
+        """Whether the head's depths are further layers of the trunk's stack."""
+        return "{n}" in self.layer
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        """Every native name that a rule speaks of."""
+        return tuple(template for rule in self.rules for template in templates_of(rule))
 
     def claims(self, name: str) -> bool:
         """Whether some rule, at some depth and expert, names this tensor."""
         return any(claims(rule, name) for rule in self.rules)
-
-    def depth_numbers(self, names: Iterable[str]) -> frozenset[int]:
-        """0-based depths whose block tensors are among `names`; of a whole head 0, 1, .. without a gap."""
-        # No head has a billion depths, and a longer number may be more than int() takes.
-        pattern = re.compile(re.escape(self.layer).replace(r"\{d\}", "([0-9]{1,9})"))
-        return frozenset(int(match.group(1)) for name in names if (match := pattern.match(name)))
-
-    def depths_on_disk(self, names: Iterable[str]) -> int:
-        """Number of depths that have a block tensor among `names`."""
-        return len(self.depth_numbers(names))
 
 
 @dataclass(frozen=True)
@@ -96,16 +100,21 @@ class Resolution:
     """Which head a checkpoint holds.
 
     Attributes:
-        family: the family.
+        site: the family, and where its head lies.
         depths: number of depths on disk.
         names: native names in the head's scope, sorted.
         notices: contradictions that do not stop a load, in words.
     """
 
-    family: Family
+    site: HeadSite
     depths: int
     names: tuple[str, ...]
     notices: tuple[str, ...] = ()
+
+    @property
+    def family(self) -> Family:
+        """The family."""
+        return self.site.family
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -116,7 +125,9 @@ def register(family: Family) -> Family:
 
     Raises:
         DuplicateFamilyError: the name or one of the model_types is taken.
+        FamilyDefinitionError: its rules and its spec disagree on the copies that a head may hold.
     """
+    _check_copies(family)
     for other in _FAMILIES.values():
         taken = {other.name, *other.model_types} & {family.name, *family.model_types}
         if taken:
@@ -126,6 +137,23 @@ def register(family: Family) -> Family:
             )
     _FAMILIES[family.name] = family
     return family
+
+
+def _check_copies(family: Family) -> None:
+    """What engines ignore is a copy that a rule skips; what is absent has no rule."""
+    copied = {rule.copy_of for rule in family.rules if isinstance(rule, Skip)}
+    stated = {"embedding": family.spec.private_embedding, "lm_head": family.spec.private_head}
+    wrong = [
+        f"{role}: the spec says '{value}', {'a' if role in copied else 'no'} rule skips a copy of it"
+        for role, value in stated.items()
+        if (value == "ignored") is not (role in copied)
+    ]
+    if wrong:
+        raise FamilyDefinitionError(
+            f"Registering family '{family.name}': its spec and its rules disagree on private tensors.",
+            remedy="Skip(..., copy_of=...) where engines ignore the copy, and say 'absent' where there is none.",
+            problems=wrong,
+        )
 
 
 def list_families() -> tuple[Family, ...]:
@@ -161,15 +189,18 @@ def resolve(names: Iterable[str], config: ModelConfig, *, family: Family | None 
     Raises:
         UnresolvedFamilyError: no family fits, several do, or tensors and model_type point to different families.
         HeadNotFoundError: the family is known and the checkpoint holds no head.
+        HeadLayerError: config and tensors disagree on the layer where the head begins.
         HeadCountError: config and tensors disagree on the number of depths.
     """
     names = tuple(names)
     family = family or resolve_family(names, config)
-    scoped = tuple(sorted(name for name in names if family.in_scope(name)))
-    if not scoped:
+    site = likely_site(family, names, config)
+    scoped = tuple(sorted(filter(site.in_scope, names)))
+    if not scoped or (family.in_stack and not fused_layers(family, scoped)):
         raise _no_head(family, names, config)
-    depths, notices = _count(family, scoped, config)
-    return Resolution(family, depths, scoped, notices)
+    site = find_site(family, names, config)
+    depths, notices = _count(site, scoped, config)
+    return Resolution(site, depths, scoped, notices)
 
 
 def resolve_family(names: Iterable[str], config: ModelConfig) -> Family:
@@ -181,7 +212,7 @@ def resolve_family(names: Iterable[str], config: ModelConfig) -> Family:
     names = tuple(names)
     families = list_families()
     by_type = [family for name in config.model_types for family in families if name in family.model_types]
-    fits = [family for family in families if _fits(family, names)]
+    fits = [family for family in families if _fits(family, names, config)]
     agreed = [family for family in fits if family in by_type]
     if len(agreed) == 1:
         return agreed[0]
@@ -198,19 +229,20 @@ def resolve_family(names: Iterable[str], config: ModelConfig) -> Family:
     )
 
 
-def _fits(family: Family, names: tuple[str, ...]) -> bool:
-    scoped = [name for name in names if family.in_scope(name)]
+def _fits(family: Family, names: tuple[str, ...], config: ModelConfig) -> bool:
+    site = likely_site(family, names, config)
+    scoped = [name for name in names if site.in_scope(name)]
     return bool(scoped) and all(family.claims(name) for name in scoped)
 
 
-def _count(family: Family, scoped: tuple[str, ...], config: ModelConfig) -> tuple[int, tuple[str, ...]]:
+def _count(site: HeadSite, scoped: tuple[str, ...], config: ModelConfig) -> tuple[int, tuple[str, ...]]:
     """Depths on disk, checked against the declaration. Tensors outside any block count as one damaged depth."""
-    numbers = sorted(family.depth_numbers(scoped)) or [0]
+    family, numbers = site.family, sorted(site.depth_numbers(scoped)) or [0]
     found = len(numbers)
     if numbers[-1] != found - 1:
         raise HeadCountError(
-            f"Counting the depths of {config.path.parent}: expected '{family.layer}' numbered from 0 without a gap, "
-            f"found {numbers}.",
+            f"Counting the depths of {config.path.parent}: expected '{family.layer}' numbered from {site.first_layer} "
+            f"without a gap, found {[site.first_layer + number for number in numbers]}.",
             remedy="Restore the missing depths from the original checkpoint.",
         )
     if family.count_field is None:
@@ -230,27 +262,21 @@ def _count(family: Family, scoped: tuple[str, ...], config: ModelConfig) -> tupl
 def _no_head(family: Family, names: tuple[str, ...], config: ModelConfig) -> HeadNotFoundError:
     declared = config.count(family.count_field) if family.count_field else None
     says = f"'{family.count_field}' declares {declared}" if declared else "its config declares none"
-    lost = [name for name in names if any(map(family.claims, _behind_prefixes(name, family)))]
+    lost = [name for name in names if behind_prefix(family, name)]
     where = f" {len(lost)} tensors look like a head under another prefix, for example '{min(lost)}'." if lost else ""
     return HeadNotFoundError(
-        f"Looking for the {family.name} head of {config.path.parent}: {says}, and none of its "
-        f"{_expected(family, declared or 1)} tensors ({', '.join(family.scope)}*) is on disk.{where}",
+        f"Looking for the {family.name} head of {config.path.parent}: {says}, and {_none_of(family, config, declared or 1)} "
+        f"is on disk.{where}",
         remedy="Take the head from the original checkpoint (training tools drop it on save), "
         'or ask for a new one with init="random".',
     )
 
 
-def _behind_prefixes(name: str, family: Family) -> list[str]:
-    """What `name` would be in the family's scope if something were cut off its front."""
-    return [name[at + 1 :] for prefix in family.scope if (at := name.find(f".{prefix}")) >= 0]
-
-
-def _expected(family: Family, depths: int) -> int:
-    """Number of native tensors of a head, experts not counted apart."""
-    templates = [
-        template
-        for rule in family.rules
-        if not isinstance(rule, Skip)
-        for template in (rule.native if isinstance(rule, Stack) else (rule.native,))
-    ]
-    return sum(depths if "{d}" in template else 1 for template in templates)
+def _none_of(family: Family, config: ModelConfig, depths: int) -> str:
+    """What is not there, in words: the number of tensors, experts not counted apart, or the layer."""
+    if family.in_stack:
+        layer = family.layer.replace("{n}", str(likely_site(family, (), config).first_layer))
+        return f"no '{layer}*' with a head's fusion"
+    templates = [template for rule in family.rules if not isinstance(rule, Skip) for template in templates_of(rule)]
+    count = sum(depths if "{d}" in template else 1 for template in templates)
+    return f"none of its {count} tensors ({', '.join(family.scope)}*)"

@@ -18,7 +18,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cache
+from typing import Literal, TypeAlias
 
 from mtp_zoo.errors import FamilyDefinitionError
 
@@ -58,10 +59,17 @@ class Split:
 
 @dataclass(frozen=True)
 class Skip:
-    """A native name that is known and deliberately not loaded; `*` in the template matches anything."""
+    """A native name that is known and deliberately not loaded; `*` in the template matches anything.
+
+    Attributes:
+        native: the template.
+        because: why it is left alone.
+        copy_of: the target's tensor that it repeats, where it is a copy.
+    """
 
     native: str
     because: str
+    copy_of: Literal["embedding", "lm_head"] | None = None
 
 
 Rule: TypeAlias = Rename | Stack | Split | Skip
@@ -99,8 +107,18 @@ def pattern(template: str, fill: Mapping[str, str]) -> re.Pattern[str]:
 
 def claims(rule: Rule, name: str) -> bool:
     """Whether `name` could be one of the rule's native names at some depth and expert."""
-    templates = rule.native if isinstance(rule, Stack) else (rule.native,)
-    return any(pattern(template, {}).fullmatch(name) for template in templates)
+    return any(any_pattern(template).fullmatch(name) for template in templates_of(rule))
+
+
+def templates_of(rule: Rule) -> tuple[str, ...]:
+    """The native names that a rule speaks of."""
+    return rule.native if isinstance(rule, Stack) else (rule.native,)
+
+
+@cache
+def any_pattern(template: str) -> re.Pattern[str]:
+    """The template at any depth, layer and expert."""
+    return pattern(template, {})
 
 
 def expand(rule: Rename | Stack | Split, fill: Mapping[str, str], shapes: Mapping[str, Shape]) -> Binding | None:

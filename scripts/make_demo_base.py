@@ -103,7 +103,7 @@ def build_head(out: Path, corpus: Corpus, *, seed: int, steps: int) -> None:
     stream = tokens(tokenizer, corpus.text("prose", "train"))
     with progress("Training the head on prose", total=steps) as advance:
         train_head(head, target, stream, steps=steps, lr=HEAD_LR, seed=seed, progress=advance)
-    trunk = {name: tensor for name, tensor in load_file(out / WEIGHTS_FILE).items() if not head.family.in_scope(name)}
+    trunk = {name: tensor for name, tensor in load_file(out / WEIGHTS_FILE).items() if not head.site.in_scope(name)}
     native = to_native(head.origin.bindings, head.weights())
     mtp = {name: tensor.to(torch.bfloat16) for name, tensor in native.items()}
     save_file({**trunk, **mtp}, out / WEIGHTS_FILE, metadata={"format": "pt"})

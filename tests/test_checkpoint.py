@@ -25,6 +25,7 @@ from mtp_zoo.loader import load_head
 from mtp_zoo.registry import get_family
 from mtp_zoo.safetensors_header import encode_header
 from mtp_zoo.shared import load_shared
+from mtp_zoo.site import HeadSite
 from tests.tiny import tiny_config, tiny_tensors, write_checkpoint, write_index
 
 CONFIG = tiny_config()
@@ -40,7 +41,7 @@ TRUE_MAP = {name: file for file, names in SPLIT.items() for name in names}
 
 
 def is_head(name: str) -> bool:
-    return get_family("qwen3_5").in_scope(name)
+    return HeadSite(get_family("qwen3_5")).in_scope(name)
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int]]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mtp_zoo.errors import FamilyDefinitionError, HeadMismatchError
 from mtp_zoo.keymap import KeyMap, Move, Rename, Rule, Skip, Split, Stack, claims, to_head, to_native
 from mtp_zoo.registry import Family, list_families
+from mtp_zoo.site import HeadSite
 from tests.key_maps import STORED, Case, Info, bits, cases, random_bits, same_bits
 
 GATE, UP = "mtp.experts.{e}.gate_proj.weight", "mtp.experts.{e}.up_proj.weight"
@@ -51,7 +52,7 @@ def test_a_rename_moves_the_whole_tensor() -> None:
 def test_each_depth_has_its_own_number_and_its_own_layer() -> None:
     rules = (Rename("mtp.{d}.fc", "depths.{d}.eh_proj"), Rename("model.layers.{n}.norm", "depths.{d}.norm"))
     shapes = {f"depths.{d}.{name}": (2,) for d in range(2) for name in ("eh_proj", "norm")}
-    (fc0, norm0, fc1, norm1) = KeyMap(rules, shapes, depths=2, first_layer=61).default_bindings()
+    (fc0, norm0, fc1, norm1) = KeyMap(rules, shapes, depths=2, first_layer=61).layout()
     assert fc0.moves == (whole("mtp.0.fc", "depths.0.eh_proj"),)
     assert norm0.moves == (whole("model.layers.61.norm", "depths.0.norm"),)
     assert fc1.moves == (whole("mtp.1.fc", "depths.1.eh_proj"),)
@@ -95,13 +96,13 @@ def test_parts_without_experts_lie_end_to_end_along_their_axis() -> None:
     }
     for axis, rows in expected.items():
         shape = (4, 2) if axis == 0 else (2, 4)
-        bindings = KeyMap((Stack(("gate", "up"), "gate_up", axis),), {"gate_up": shape}).default_bindings()
+        bindings = KeyMap((Stack(("gate", "up"), "gate_up", axis),), {"gate_up": shape}).layout()
         assert to_head(bindings, native)["gate_up"].tolist() == rows
         assert same_bits(to_native(bindings, to_head(bindings, native)), native)
 
 
 def test_an_axis_is_counted_inside_one_experts_tensor() -> None:
-    (binding,) = KeyMap((Stack((GATE, UP), "w", axis=1),), {"w": (1, 5, 6)}).default_bindings()
+    (binding,) = KeyMap((Stack((GATE, UP), "w", axis=1),), {"w": (1, 5, 6)}).layout()
     assert binding.natives == {name.replace("{e}", "0"): (5, 3) for name in (GATE, UP)}
     assert [move.head_index for move in binding.moves] == [
         (0, slice(None), slice(0, 3)),
@@ -198,7 +199,7 @@ def test_the_form_on_disk_is_taken_whatever_the_table_lists_first(
 
 
 def test_a_head_from_no_checkpoint_takes_the_form_that_is_listed_first() -> None:
-    (binding,) = KeyMap((PACKED, PER_EXPERT), {"gate_up_proj": PACKED_SHAPE}).default_bindings()
+    (binding,) = KeyMap((PACKED, PER_EXPERT), {"gate_up_proj": PACKED_SHAPE}).layout()
     assert binding.rule == PACKED
 
 
@@ -297,7 +298,7 @@ def test_a_table_that_is_no_bijection_is_refused_when_it_is_bound(
 def test_what_goes_back_is_a_contiguous_copy_without_a_graph() -> None:
     head = {"w": torch.arange(6.0).reshape(2, 3).T.requires_grad_(), "q": torch.zeros(2), "k": torch.ones(1)}
     rules = (Rename("mtp.w", "w"), Split("mtp.qk", ("q", "k")))
-    native = to_native(KeyMap(rules, {"w": (3, 2), "q": (2,), "k": (1,)}).default_bindings(), head)
+    native = to_native(KeyMap(rules, {"w": (3, 2), "q": (2,), "k": (1,)}).layout(), head)
     assert native["mtp.w"].is_contiguous()
     assert not native["mtp.w"].requires_grad
     native["mtp.w"].zero_()
@@ -389,4 +390,4 @@ def test_no_two_rules_of_a_family_claim_one_name(family: Family) -> None:
     for rule in family.rules:
         for name in names_of(rule):
             assert [other for other in family.rules if claims(other, name)] == [rule]
-            assert family.in_scope(name)
+            assert HeadSite(family, 61 if family.in_stack else 0).in_scope(name)

@@ -33,6 +33,7 @@ from mtp_zoo.keymap import Rename, Split, Stack, to_native
 from mtp_zoo.loader import load_head
 from mtp_zoo.registry import Family, Resolution
 from mtp_zoo.shared import load_shared
+from mtp_zoo.site import HeadSite
 from tests.allocations import PeakBytes
 from tests.key_maps import same_bits
 from tests.tiny import tiny_config, tiny_tensors, write_checkpoint, write_index
@@ -110,10 +111,10 @@ def test_each_tensor_keeps_the_dtype_it_is_stored_in(tmp_path: Path) -> None:
     assert dtypes.pop("depths.0.norm.weight") == torch.float32
     assert dtypes.pop("depths.0.eh_proj.weight") == torch.float16
     assert set(dtypes.values()) == {torch.bfloat16}
-    assert head.origin.native_dtypes == {
-        **dict.fromkeys(CANONICAL, "BF16"),
-        "mtp.norm.weight": "F32",
-        "mtp.fc.weight": "F16",
+    assert head.origin.dtypes == {
+        **dict.fromkeys(CANONICAL.values(), "BF16"),
+        "depths.0.norm.weight": "F32",
+        "depths.0.eh_proj.weight": "F16",
     }
 
 
@@ -123,7 +124,7 @@ def test_a_cast_is_asked_for_and_the_report_shows_what_was_stored(base: Path, dt
     head = load_head(base, dtype=dtype)
     assert same_bits(head.weights(), {head_name: TENSORS[name].to(dtype) for name, head_name in CANONICAL.items()})
     assert {tensor.dtype for tensor in head.report.tensors} == {"BF16"}
-    assert set(head.origin.native_dtypes.values()) == {"BF16"}
+    assert set(head.origin.dtypes.values()) == {"BF16"}
 
 
 def test_several_depths_share_one_fusion_and_have_a_block_each(tmp_path: Path) -> None:
@@ -476,7 +477,7 @@ def test_a_new_head_follows_transformers_rule_and_the_trunks_dtype(tmp_path: Pat
     config = tiny_config(initializer_range=0.5)
     head = load_head(write_checkpoint(tmp_path, config, tiny_tensors(config, head_depths=0)), init="random")
     assert {value.dtype for value in head.weights().values()} == {torch.bfloat16}
-    assert set(head.origin.native_dtypes.items()) == {(name, "BF16") for name in CANONICAL}
+    assert head.origin.dtypes == dict.fromkeys(CANONICAL.values(), "BF16")
     assert same_bits(
         to_native(head.origin.bindings, head.weights()),
         {name: head.weights()[head_name] for name, head_name in CANONICAL.items()},
@@ -489,7 +490,7 @@ def test_a_new_head_can_have_its_own_dtype_and_number_of_depths(base: Path) -> N
     head = load_head(base, init="random", dtype=torch.float32, depths=2)
     assert {value.dtype for value in head.weights().values()} == {torch.float32}
     assert (head.num_depths, head.report.depths, len(head.weights())) == (2, 2, 4 + 2 * 11)
-    assert set(head.origin.native_dtypes.values()) == {"BF16"}
+    assert set(head.origin.dtypes.values()) == {"BF16"}
 
 
 @pytest.mark.parametrize(("declared", "expected"), [(None, 1), (0, 1), (1, 1), (3, 3)])
@@ -585,7 +586,7 @@ def test_the_report_ends_with_its_notices(tmp_path: Path) -> None:
 def test_a_plan_is_made_from_headers_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mtp_zoo.loader.TensorReader, "read_into", refuse_to_build)
     index = CheckpointIndex.open(base)
-    head, plan = mtp_zoo.loader.plan_head(index, Resolution(FAMILY, 1, tuple(CANONICAL)))
+    head, plan = mtp_zoo.loader.plan_head(index, Resolution(HeadSite(FAMILY), 1, tuple(CANONICAL)))
     assert plan.natives == tuple(sorted(CANONICAL))
     assert all(value.is_meta for value in head.weights().values())
 

@@ -21,6 +21,7 @@ from mtp_zoo.errors import (
 from mtp_zoo.keymap import Rename
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.registry import Family, get_family, list_families, register, resolve, resolve_family
+from mtp_zoo.site import HeadSite
 from tests.tiny import LAYER_TENSORS
 
 COUNT = "mtp_num_hidden_layers"
@@ -110,7 +111,7 @@ def test_a_name_or_model_type_that_is_taken_is_refused_and_nothing_is_registered
 )
 def test_the_heads_scope_is_a_prefix_and_not_a_word(name: str, expected: bool) -> None:
     """https://github.com/sgl-project/sglang/pull/30456"""
-    assert get_family("qwen3_5").in_scope(name) is expected
+    assert HeadSite(get_family("qwen3_5")).in_scope(name) is expected
 
 
 def test_the_heads_names_are_a_positive_list() -> None:
@@ -133,9 +134,9 @@ def test_the_heads_names_are_a_positive_list() -> None:
     ],
 )
 def test_depths_are_told_by_the_numbers_of_their_blocks(names: list[str], expected: set[int]) -> None:
-    family = get_family("qwen3_5")
-    assert family.depth_numbers(names) == expected
-    assert family.depths_on_disk(names) == len(expected)
+    site = HeadSite(get_family("qwen3_5"))
+    assert site.depth_numbers(names) == expected
+    assert site.depths_on_disk(names) == len(expected)
 
 
 # Config and tensors on the number of depths

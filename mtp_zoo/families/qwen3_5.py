@@ -66,5 +66,6 @@ FAMILY = register(
             final_norm="norm.weight",
             lm_head=("lm_head.weight", "language_model.lm_head.weight"),
         ),
+        engines={"vllm": "Qwen3_5MTP", "sglang": "Qwen3_5ForCausalLMMTP"},
     )
 )

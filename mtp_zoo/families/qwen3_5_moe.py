@@ -65,5 +65,6 @@ FAMILY = register(
             final_norm="norm.weight",
             lm_head=("lm_head.weight", "language_model.lm_head.weight"),
         ),
+        engines={"vllm": "Qwen3_5MoeMTP", "sglang": "Qwen3_5ForCausalLMMTP"},
     )
 )

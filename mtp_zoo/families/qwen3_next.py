@@ -67,5 +67,6 @@ FAMILY = register(
             final_norm="norm.weight",
             lm_head=("lm_head.weight",),
         ),
+        engines={"vllm": "Qwen3NextMTP", "sglang": "Qwen3NextForCausalLMMTP"},
     )
 )

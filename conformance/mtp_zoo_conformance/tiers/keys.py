@@ -124,8 +124,9 @@ def unlike_published(case: ConformanceCase, folder: Path) -> str:
         for number in range(count if "{E}" in name else 1)  # an inventory lists what experts have in common once
     ]
     resolution = resolve([row.name for row in stored], config, family=get_family(case.family))
-    head = DraftHead(resolution.family, config, depths=resolution.depths, device="meta")
-    in_scope = [row for row in stored if resolution.family.in_scope(row.name)]
+    site = resolution.site
+    head = DraftHead(site.family, config, depths=resolution.depths, first_layer=site.first_layer, device="meta")
+    in_scope = [row for row in stored if site.in_scope(row.name)]
     plan = key_map(head).plan(in_scope)
     left = {row.name for row in in_scope} - set(plan.natives) - set(plan.skipped)
     return f"not claimed: {sorted(left)}" if left else ""

@@ -1,0 +1,33 @@
+"""Where transformers' layers differ from what the serving engines compute, set right after a layer is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+
+
+def latent_norm_eps(layer: Any, config: Any) -> None:
+    """Let the norms of latent attention use the config's epsilon.
+
+    transformers builds them with its class default, 1e-6; vLLM 0.32.0 and SGLang 0.5.23 (models/deepseek_v2.py in both) with
+    `rms_norm_eps`, which is 1e-5 in GLM-4.7-Flash and GLM-5.
+    """
+    for name in LATENT_NORMS:
+        norm = getattr(layer.self_attn, name, None)
+        if norm is not None:
+            norm.variance_epsilon = config.rms_norm_eps
+
+
+def dense_attention(layer: Any, config: Any) -> None:
+    """Attend to every token, and hold the indexer of sparse attention without running it.
+
+    An indexer picks the `index_topk` best tokens; while the context has no more of them, that is every token. The block's
+    `context_field` keeps longer sequences out.
+    """
+    del config
+    layer.self_attn.indexer.forward = _pick_everything
+
+
+def _pick_everything(*_args: Any, **_kwargs: Any) -> None:
+    """No selection: attention functions other than transformers' own eager and sdpa are handed this and ignore it."""
