@@ -6,6 +6,8 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -374,3 +376,55 @@ def test_accepted_states_go_back_to_their_requests() -> None:
     assert to[:, 3].equal(steps[:, 0, 2])
     assert to[:, 1].equal(steps[:, 1, 4])
     assert to[:, 0].count_nonzero() == 0
+
+
+class Indexer:
+    """What the stand-in reads of SGLang's indexer; SGLang calls it with names, some models with positional states."""
+
+    index_topk = 8
+
+    def forward(self) -> None:
+        """SGLang's own, which needs a GPU."""
+        raise AssertionError
+
+
+def patched_indexer() -> Indexer:
+    """An indexer of a module that was patched as SGLang's is."""
+    module = SimpleNamespace(Indexer=type("Indexer", (Indexer,), {}))
+    patches.PATCHES["sglang.srt.layers.attention.dsa.dsa_indexer"](module)
+    return module.Indexer()
+
+
+def select(indexer: Any, positions: list[int]) -> object:
+    """A call as SGLang makes it."""
+    x = rand(len(positions), 4)
+    return indexer.forward(x, x, positions=torch.tensor(positions).long(), forward_batch=None, layer_id=0)
+
+
+def test_the_indexer_selects_a_context_of_index_topk_whole() -> None:
+    assert select(patched_indexer(), [0, 1, 2, 3, 0, 7]) is None
+    assert select(patched_indexer(), []) is None
+
+
+def test_the_indexer_refuses_a_longer_context() -> None:
+    with pytest.raises(NotImplementedError, match=r"a context of 9 tokens is longer than index_topk 8"):
+        select(patched_indexer(), [3, 8, 0])
+
+
+def test_sparse_attention_sets_up_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", torch.cuda.get_device_capability)
+    patches.PATCHES["sglang.srt.arg_groups.model_hook"](SimpleNamespace())
+    assert torch.cuda.get_device_capability() == (0, 0)
+    overrides = SimpleNamespace()
+    patches.PATCHES["sglang.srt.arg_groups.overrides"](overrides)
+    assert overrides._dsa_kv_cache_dtype_default(SimpleNamespace(kv_cache_dtype="auto")) == {}
+
+
+def test_the_last_row_is_found_by_sglangs_own_torch_form() -> None:
+    def get_last_loc_torch(*rows: Tensor) -> Tensor:
+        return torch.stack(rows)
+
+    module = SimpleNamespace(get_last_loc_torch=get_last_loc_torch)
+    patches.PATCHES["sglang.srt.mem_cache.allocation"](module)
+    table, requests, prefix = rand(2, 3), rand(2, 3, seed=1), rand(2, 3, seed=2)
+    assert module.get_last_loc_triton(table, requests, prefix).equal(torch.stack((table, requests, prefix)))

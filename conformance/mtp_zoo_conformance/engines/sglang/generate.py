@@ -12,6 +12,7 @@ from typing import Any
 
 import sglang
 import shim
+from batches import PAGE
 from counts import Answer, accepted_drafts, counters
 from settings import Job, keep_logs, logged, on_cpu, server_arguments, settings_in_words
 
@@ -29,7 +30,8 @@ def run_generate(job: Job) -> dict[str, Any]:
     keep_logs(job)
     drafts, new_tokens = job["k"], job["max_new_tokens"]
     longest = max(len(prompt) for prompt in job["prompts"]) + new_tokens + 2 * (drafts + 1)
-    arguments = server_arguments(job, cpu_backend=CPU_BACKEND, drafts=drafts, requests=2, kv_rows=2 * longest)
+    pages = -(-longest // PAGE) + 1  # of a request; SGLang admits none that would take the last one
+    arguments = server_arguments(job, cpu_backend=CPU_BACKEND, drafts=drafts, requests=2, kv_rows=2 * pages * PAGE)
     with opened(arguments) as engine:
         answers = [ask(engine, prompt, new_tokens, drafts) for prompt in job["prompts"]]
         backend = engine.server_args.attention_backend
@@ -68,6 +70,7 @@ def ask(engine: sglang.Engine, prompt: list[int], new_tokens: int, drafts: int) 
     A chunk of the stream may hold two steps where this process was slow to read; then the prompt is asked once more.
 
     Raises:
+        RuntimeError: SGLang gave fewer tokens than were asked for.
         CountingError: no attempt could be followed, or the stream contradicts SGLang's own counters.
     """
     sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
@@ -76,6 +79,10 @@ def ask(engine: sglang.Engine, prompt: list[int], new_tokens: int, drafts: int) 
         for chunk in engine.generate(input_ids=prompt, sampling_params=sampling, stream=True):
             lengths.append(chunk["meta_info"]["completion_tokens"])  # the list of tokens itself grows on
         tokens, meta = list(chunk["output_ids"]), chunk["meta_info"]
+        if len(tokens) != new_tokens:
+            raise RuntimeError(
+                f"{new_tokens} tokens were asked for, SGLang gave {len(tokens)}: {meta['finish_reason']}"
+            )
         if not drafts:
             return Answer(tokens, [], meta)
         whole = len(lengths) == 1 + meta.get("spec_verify_ct", 0)  # the prefill, and every verify step

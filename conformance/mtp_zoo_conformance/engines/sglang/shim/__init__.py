@@ -5,7 +5,8 @@ calls, and everything else of `sgl_kernel` becomes a placeholder that raises whe
 job is written down (`ledger`), so that a report can say what was ours. All that is not listed there is SGLang's own.
 
 Bodies, by purpose: `norms` (norms and gates), `delta_rule` (linear attention), `attention` (backend `intel_amx`),
-`speculation` (draft chains), `patches` (functions of SGLang that are written for triton or for another device).
+`speculation` (draft chains), `sparse` (attention by an index), `patches` (functions of SGLang that are written for triton or
+for another device).
 
 Written for SGLang 0.5.23.
 """

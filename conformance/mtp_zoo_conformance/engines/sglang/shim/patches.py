@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .ledger import stand_in
+from .sparse import SPARSE
 
 Module = Any
 
@@ -96,4 +97,5 @@ PATCHES: dict[str, Callable[[Module], None]] = {
     "sglang.kernels.ops.attention.fla.layernorm_gated": _gated_norm,
     "sglang.kernels.ops.attention.fla.fused_norm_gate": _gated_norm,
     "sglang.kernels.ops.mamba.mamba_state_scatter_triton": _accepted_states,
+    **SPARSE,
 }
