@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry
+from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry, TensorReader
 from mtp_zoo.errors import MTPZooError
 from mtp_zoo.registry import Family, Resolution, resolve, resolve_family
-from mtp_zoo.site import likely_site
+from mtp_zoo.site import HeadSite, likely_site
+
+if TYPE_CHECKING:
+    from mtp_zoo.copies import Comparison
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Inspection:
         depths: depths on disk.
         tensors: the head's tensors.
         shared: role -> name, file and dtype of the tensors it borrows, and whether embedding and lm_head are tied.
+        copies: tensors of the head that repeat one of the target's, compared with it where that was asked for.
         loads: whether `load_head` would succeed.
         problems: everything that is wrong, in words; those that stop a load first.
         header_bytes: bytes read.
@@ -32,6 +36,7 @@ class Inspection:
     depths: int
     tensors: tuple[TensorEntry, ...]
     shared: dict[str, Any]
+    copies: dict[str, Comparison]
     loads: bool
     problems: tuple[str, ...]
     header_bytes: int
@@ -53,6 +58,7 @@ class Inspection:
             "head_bytes": self.head_bytes,
             "tensors": tensors,
             "shared": self.shared,
+            "copies": {name: asdict(found) for name, found in self.copies.items()},
             "loads": self.loads,
             "problems": list(self.problems),
         }
@@ -64,13 +70,18 @@ class Inspection:
         title = f"{self.source}: {self.family or 'no known family'}, {self.depths} depth(s), {self.head_bytes:,} bytes"
         lines = [render_table(title, ("tensor", "dtype", "shape", "bytes", "file"), rows, right=(2, 3))]
         lines += [f"shared {role}: {_in_words(detail)}" for role, detail in self.shared.items() if role != "tied"]
+        lines += [f"copy {name}: {found}" for name, found in self.copies.items()]
         lines += ["lm_head is the embedding (tied)"] if self.shared.get("tied") else []
         lines += [f"problem: {problem}" for problem in self.problems] or ["no problems"]
         return "\n".join(lines)
 
 
-def inspect(source: str | Path) -> Inspection:
+def inspect(source: str | Path, *, copies: bool = False) -> Inspection:
     """Look at a checkpoint without reading a tensor.
+
+    Args:
+        source: checkpoint directory, hub-cache tree, or id of a cached repository.
+        copies: read the head's copies of the target's embedding and lm_head, and these, and compare them whole.
 
     Raises:
         CheckpointError: the place can't be read as a checkpoint at all; what is wrong with the head is reported.
@@ -88,6 +99,7 @@ def inspect(source: str | Path) -> Inspection:
     site = likely_site(family, index.names, index.config) if family else None
     scoped = [entry for name, entry in sorted(index.entries.items()) if site and site.in_scope(name)]
     shared, missing = _shared(index, family) if family else ({}, [])
+    compared = _compared(index, site) if site and copies else {}
     problems += [*missing, *(resolution.notices if resolution else ())]
     return Inspection(
         source=str(source),
@@ -95,6 +107,7 @@ def inspect(source: str | Path) -> Inspection:
         depths=site.depths_on_disk(entry.name for entry in scoped) if site else 0,
         tensors=tuple(scoped),
         shared=shared,
+        copies=compared,
         loads=not notes,
         problems=tuple(dict.fromkeys([*notes, *problems])),
         header_bytes=index.header_bytes,
@@ -109,6 +122,13 @@ def _plan(index: CheckpointIndex, resolution: Resolution) -> None:
     from mtp_zoo.loader import plan_head
 
     plan_head(index, resolution)
+
+
+def _compared(index: CheckpointIndex, site: HeadSite) -> dict[str, Comparison]:
+    from mtp_zoo.copies import compare_copies
+
+    scoped = [name for name in sorted(index.entries) if site.in_scope(name)]
+    return compare_copies(index, site, scoped, TensorReader(index), whole=True)
 
 
 def _shared(index: CheckpointIndex, family: Family) -> tuple[dict[str, Any], list[str]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mtp_zoo.cli.output import JsonOption, show
 
 if TYPE_CHECKING:
     from mtp_zoo.registry import Family
 
-COLUMNS = ("name", "model_types", "depth_policy", "hidden_tap", "recycle", "fuse_order", "norm_weight")
+COLUMNS = ("name", "model_types", "depth_policy", "hidden_tap", "recycle", "fuse_order", "norm_weight", "engines")
 
 
 def command(as_json: JsonOption = False) -> None:
@@ -18,8 +18,15 @@ def command(as_json: JsonOption = False) -> None:
     from mtp_zoo.tables import render_table
 
     rows = [_row(family) for family in list_families()]
-    cells = [[", ".join(row[c]) if c == "model_types" else row[c] for c in COLUMNS] for row in rows]
+    cells = [[_in_words(row[column]) for column in COLUMNS] for row in rows]
     show({"families": rows}, render_table("Families", COLUMNS, cells), as_json=as_json)
+
+
+def _in_words(value: Any) -> str:
+    """Lists by commas, mappings one entry a line."""
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {item}" for key, item in cast("dict[str, Any]", value).items())
+    return ", ".join(value) if isinstance(value, list) else str(value)
 
 
 def _row(family: Family) -> dict[str, Any]:
@@ -32,4 +39,5 @@ def _row(family: Family) -> dict[str, Any]:
         "recycle": spec.recycle.describe(),
         "fuse_order": spec.fuse_order,
         "norm_weight": spec.norm_weight,
+        "engines": dict(family.engines),
     }

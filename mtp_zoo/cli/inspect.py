@@ -11,12 +11,15 @@ from mtp_zoo.cli.output import JsonOption, quiet_transformers, show
 
 def command(
     checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory, hub-cache tree or cached repository id.")],
+    copies: Annotated[
+        bool, typer.Option(help="Read the head's copies of embedding and lm_head, and compare them with the target's.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the head that a checkpoint holds, reading headers only. Exit code 1 where the head would not load."""
     from mtp_zoo.inspection import inspect
 
     quiet_transformers()
-    found = inspect(checkpoint)
+    found = inspect(checkpoint, copies=copies)
     show(found.as_dict(), str(found), as_json=as_json)
     raise typer.Exit(0 if found.loads else 1)
