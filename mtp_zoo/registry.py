@@ -212,10 +212,10 @@ def resolve_family(names: Iterable[str], config: ModelConfig) -> Family:
     names = tuple(names)
     families = list_families()
     by_type = [family for name in config.model_types for family in families if name in family.model_types]
-    fits = [family for family in families if _fits(family, names, config)]
-    agreed = [family for family in fits if family in by_type]
+    agreed = [family for family in dict.fromkeys(by_type) if _fits(family, names, config)]
     if len(agreed) == 1:
         return agreed[0]
+    fits = [family for family in families if _fits(family, names, config)]
     if by_type and not fits:
         # Either no head at all, or a damaged one: the family's plan will say precisely what is wrong.
         return by_type[0]
