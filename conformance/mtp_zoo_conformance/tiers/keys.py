@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,12 +12,9 @@ from torch import Tensor
 
 import mtp_zoo as mz
 from mtp_zoo.errors import MTPZooError
-from mtp_zoo.head import DraftHead
 from mtp_zoo.keymap import to_native
-from mtp_zoo.loader import key_map
-from mtp_zoo.modelconfig import ModelConfig
-from mtp_zoo.registry import get_family, resolve
 from mtp_zoo_conformance.case import ConformanceCase
+from mtp_zoo_conformance.inventories import SOURCES, Source, claim, read_inventory
 from mtp_zoo_conformance.prepared import Prepared
 from mtp_zoo_conformance.record import Cell, Verdict
 
@@ -28,15 +23,6 @@ INVENTORIES = "MTP_ZOO_INVENTORIES"
 
 SHOWN = 5
 """Problems of a plan that a cell names; it counts all of them."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A published tensor, as an inventory lists it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def judge(prepared: Prepared) -> list[Cell]:
@@ -114,19 +100,7 @@ def _raw(tensor: Tensor) -> Tensor:
 
 def unlike_published(case: ConformanceCase, folder: Path) -> str:
     """Where the key map, built from a published config, claims other names or shapes than were published, or ''."""
-    config = ModelConfig(
-        json.loads((folder / "config.excerpt.json").read_text(encoding="utf-8")), folder / "config.json"
-    )
-    rows = json.loads((folder / "mtp_inventory.excerpt.json").read_text(encoding="utf-8"))["tensors"]
-    stored = [
-        Stored(name.replace("{E}", str(number)), dtype, tuple(shape))
-        for name, (count, dtype, shape, _) in rows.items()
-        for number in range(count if "{E}" in name else 1)  # an inventory lists what experts have in common once
-    ]
-    resolution = resolve([row.name for row in stored], config, family=get_family(case.family))
-    site = resolution.site
-    head = DraftHead(site.family, config, depths=resolution.depths, first_layer=site.first_layer, device="meta")
-    in_scope = [row for row in stored if site.in_scope(row.name)]
-    plan = key_map(head).plan(in_scope)
-    left = {row.name for row in in_scope} - set(plan.natives) - set(plan.skipped)
+    inventory = read_inventory(folder, SOURCES.get(folder.name) or Source(family=case.family))
+    found = claim(inventory)
+    left = found.published - found.claimed
     return f"not claimed: {sorted(left)}" if left else ""
