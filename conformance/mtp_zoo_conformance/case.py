@@ -21,12 +21,19 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "bfloat16"]
 Shapes = Mapping[str, tuple[int, ...]]
 Outputs = Mapping[str, "Tensor"]
+Finish = Callable[[str, "Tensor"], "Tensor"]
 
 STAGES = ("embedding_norm", "hidden_norm", "fusion", "attention", "mlp", "output_norm", "recycle", "logits")
 """Stages of a head in the order of its data flow; a difference is reported at the first that shows it."""
 
 TAP = "tap"
 """The target's state that is handed to the head; compared where both sides run the target."""
+
+
+def in_bf16(name: str, value: Tensor) -> Tensor:
+    """A tensor as most published ones are stored."""
+    del name
+    return value.bfloat16()
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,25 @@ class Tolerance:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Twin:
+    """Another form of a checkpoint that computes the same, for an engine that can't run the checkpoint's own form on a CPU.
+
+    It is made on the way into the engine and is seen by nobody else.
+
+    Attributes:
+        config: fields to set in config.json.
+        without_fields: regular expressions of fields to leave out of it.
+        without_tensors: regular expressions of tensors to leave out.
+        words: what was done and what it leaves unjudged, for the record.
+    """
+
+    config: Mapping[str, Any]
+    without_fields: tuple[str, ...]
+    without_tensors: tuple[str, ...]
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineView:
     """What a family looks like inside one engine.
 
@@ -53,11 +79,15 @@ class EngineView:
         stages: stage -> path of the engine's submodule whose output it is; `recycle` and `logits` need none.
         leftovers: regular expressions of parameters that the engine takes from the target after loading, so that the
             checkpoint's head does not fill them.
+        twin: the form in which the engine reads the checkpoints; None for their own.
+        unjudged: part of the head -> why this engine can't judge it on a CPU. Never a pass: its cell says `not_judged`.
     """
 
     draft_class: str
     stages: Mapping[str, str]
     leftovers: tuple[str, ...] = ()
+    twin: Twin | None = None
+    unjudged: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +103,7 @@ class Variant:
         not_run: engine -> why it can't run this variant (on a CPU, or at all). Never a pass: the cell says `not_judged`.
         drop: engine -> config fields (dotted) to drop on the way into it, each for a fault of the engine; the record says so.
         no_target: engine -> why its target can't run this variant; the head is judged, its tap is not.
+        copies: name of a tensor of the head -> name of the target's tensor that it repeats.
     """
 
     name: str
@@ -83,6 +114,7 @@ class Variant:
     not_run: Mapping[Engine, str] = field(default_factory=dict)
     drop: Mapping[Engine, tuple[str, ...]] = field(default_factory=dict)
     no_target: Mapping[Engine, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -100,7 +132,9 @@ class ConformanceCase:
         target_class: transformers class of the target.
         head_shapes: text config -> native names and shapes of the head's tensors, written by hand.
         norm_centre: the value about which the head's norm weights lie: 0 for zero-centred norms, 1 for direct ones.
-        reference: (tensors, text config, requests, drafts, recycle) -> outputs of the head in plain torch.
+        finish: (native name, random FP32 values) -> a tensor as it is stored, in its scale and dtype; all BF16 by default.
+        reference: (tensors, text config, requests) -> outputs of the head in plain torch, under the conventions that the
+            library trains with. What an engine does otherwise, the engine itself judges.
         engines: the engines that serve the family.
         stages: stage -> canonical path of our submodule, behind `depths.0.`.
         flips: wrong conventions, each of which must be caught.
@@ -123,6 +157,7 @@ class ConformanceCase:
     output_projections: tuple[str, ...]
     inventories: tuple[str, ...] = ()
     mtp_model: Mapping[str, Any] | None = None
+    finish: Finish = in_bf16
 
     def shapes_of(self, variant: Variant) -> Shapes:
         """Native names and shapes of a variant's head."""

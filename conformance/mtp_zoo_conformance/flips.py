@@ -80,6 +80,20 @@ def without_unit_offset(head: DraftHead) -> None:
             parameter.data -= 1
 
 
+def with_unit_offset(head: DraftHead) -> None:
+    """Gain by one plus the norm's weight where the family gains by the weight."""
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            parameter.data += 1
+
+
+def without_qkv_bias(head: DraftHead) -> None:
+    """Leave the biases of queries, keys and values out."""
+    attention = _attention(head)
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        projection.bias.data.zero_()
+
+
 def without_qk_norm(head: DraftHead) -> None:
     """Queries and keys enter the attention as projected."""
     attention = _attention(head)
@@ -102,10 +116,10 @@ def neighbouring_rotary_pairs(head: DraftHead) -> None:
     order[:turned] = torch.cat([torch.arange(0, turned, 2), torch.arange(1, turned, 2)])
     gates = attention.q_proj.out_features // attention.o_proj.in_features  # 2 where each query head carries its gate
     for name, parts in (("q_proj", gates), ("k_proj", 1)):
-        weight = getattr(attention, name).weight
-        heads = weight.data.unflatten(0, (-1, parts, attention.head_dim)).clone()
-        heads[:, 0] = heads[:, 0, order]
-        weight.data = heads.flatten(0, 2)
+        for rows in getattr(attention, name).parameters():  # of the weight, and of the bias where there is one
+            heads = rows.data.unflatten(0, (-1, parts, attention.head_dim)).clone()
+            heads[:, 0] = heads[:, 0, order]
+            rows.data = heads.flatten(0, 2)
     for name in ("q_norm", "k_norm"):
         norm = getattr(attention, name, None)
         if norm is not None:
@@ -124,8 +138,9 @@ def tiled_kv_heads(head: DraftHead) -> None:
     groups, size = attention.num_key_value_groups, attention.head_dim
     heads = attention.o_proj.in_features // size
     order = torch.arange(heads).unflatten(0, (groups, -1)).T.flatten()
-    queries, out = attention.q_proj.weight, attention.o_proj.weight
-    queries.data = queries.data.unflatten(0, (heads, -1))[order].flatten(0, 1)
+    for rows in attention.q_proj.parameters():
+        rows.data = rows.data.unflatten(0, (heads, -1))[order].flatten(0, 1)
+    out = attention.o_proj.weight
     out.data = out.data.unflatten(1, (heads, -1))[:, order].flatten(1)
 
 

@@ -23,8 +23,10 @@ SPREAD = 0.2
 
 
 def write_checkpoint(case: ConformanceCase, variant: Variant, folder: Path, *, seed: int = 0) -> Path:
-    """Write config.json and model.safetensors of a variant, stored in BF16 as published checkpoints are."""
-    tensors = {**target_tensors(case, variant, folder, seed=seed), **head_tensors(case, variant, seed=seed + 1)}
+    """Write config.json and model.safetensors of a variant, stored as published checkpoints are."""
+    target = target_tensors(case, variant, folder, seed=seed)
+    copies = {name: target[original].clone() for name, original in variant.copies.items()}
+    tensors = {**target, **head_tensors(case, variant, seed=seed + 1), **copies}
     (folder / "config.json").write_text(json.dumps(dict(variant.config), indent=2), encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -35,7 +37,10 @@ def target_tensors(case: ConformanceCase, variant: Variant, folder: Path, *, see
     model = target_model(case.target_class, variant.text_config, seed=seed)
     model.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
-    return {re.sub(r"^model\.", variant.prefix, name): value.to(torch.bfloat16) for name, value in stored.items()}
+    return {
+        re.sub(r"^model\.", variant.prefix, name): value if is_buffer(name) else value.to(torch.bfloat16)
+        for name, value in stored.items()
+    }
 
 
 def target_model(name: str, text_config: Mapping[str, Any], *, seed: int) -> Any:
@@ -47,7 +52,15 @@ def target_model(name: str, text_config: Mapping[str, Any], *, seed: int) -> Any
         model = cls._from_config(config, dtype=torch.float32).eval().requires_grad_(False)
         for parameter in model.parameters():
             parameter.copy_(randomised(parameter))
+        for name, buffer in model.named_buffers():
+            if is_buffer(name):
+                buffer.copy_(randomised(buffer))
     return model
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor is a stored buffer: a router's bias, which is kept in FP32 everywhere."""
+    return name.endswith("e_score_correction_bias")
 
 
 def randomised(tensor: Tensor) -> Tensor:
@@ -65,6 +78,5 @@ def head_tensors(case: ConformanceCase, variant: Variant, *, seed: int) -> dict[
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         shapes = case.shapes_of(variant)
-        return {
-            name: randomised(torch.full(shape, case.norm_centre)).to(torch.bfloat16) for name, shape in shapes.items()
-        }
+        values = {name: randomised(torch.full(shape, case.norm_centre)) for name, shape in shapes.items()}
+        return {name: case.finish(name, value) for name, value in values.items()}

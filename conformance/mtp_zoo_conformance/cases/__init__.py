@@ -8,7 +8,16 @@ from mtp_zoo.errors import ConformanceError
 from mtp_zoo_conformance.case import ConformanceCase
 
 _CASES: dict[str, ConformanceCase] = {}
-_BUILT_IN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+_BUILT_IN = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+)
 
 
 def register_case(case: ConformanceCase) -> ConformanceCase:

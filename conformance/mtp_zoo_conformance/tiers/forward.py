@@ -18,6 +18,8 @@ from mtp_zoo_conformance.record import Cell, FlipResult
 from mtp_zoo_conformance.reference.chain import run_chain
 from mtp_zoo_conformance.tiers.judged import Judge, judge_outputs, judged
 
+LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+
 
 def judge(prepared: Prepared) -> tuple[list[Cell], list[FlipResult]]:
     """Cells of the plain reference and of transformers' `MtpModel`; flips on the case's first variant.
@@ -49,6 +51,10 @@ def _transformers(prepared: Prepared) -> list[Cell]:
 def mtp_model_outputs(checkpoint: Path, settings: Mapping[str, Any], requests: Requests) -> dict[str, Tensor]:
     """What transformers' `MtpModel` (5.24, modeling_layers.py) gives for a recycled head, loaded by its own name map.
 
+    Two things are set that it has for released models only, or otherwise than both engines. It finds a head behind the
+    target's layers by the number of the released model's layer (61 in DeepSeek-V3); here it gets that of the tiny model. And it
+    norms latents with an epsilon of its own; here with the config's.
+
     Args:
         checkpoint: the checkpoint.
         settings: config fields that `MtpModel` asks for and the published config lacks.
@@ -60,8 +66,13 @@ def mtp_model_outputs(checkpoint: Path, settings: Mapping[str, Any], requests: R
     config = AutoConfig.from_pretrained(checkpoint).get_text_config()
     for name, value in settings.items():
         setattr(config, name, value)
-    main = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32).eval()
+    main: Any = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32).eval()
+    known = main._keys_to_ignore_on_load_unexpected or []
+    main._keys_to_ignore_on_load_unexpected = [*known, rf"model\.layers\.{config.num_hidden_layers}\."]
     model = MtpModel.from_pretrained(main, dtype=torch.float32).eval()
+    for name, module in model.named_modules():
+        if name.endswith(LATENT_NORMS):
+            module.variance_epsilon = config.rms_norm_eps
 
     def layer(ids: Tensor, states: Tensor, positions: Tensor) -> dict[str, Tensor]:
         out = model.forward_layer(0, states[None], positions[None], None, input_ids=ids[None])[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,11 +34,17 @@ def job(prepared: Prepared, engine: Engine, *, limit: float) -> dict[str, Any] |
         "dtype": variant.dtype,
         "device": None,
         "drop": list(variant.drop.get(engine, ())),
+        "twin": twin(view),
         "inputs": str(prepared.inputs),
         "steps": prepared.requests.steps,
         "run_target": engine not in variant.no_target,
         "stages": dict(view.stages),
     }
+
+
+def twin(view: EngineView) -> dict[str, Any] | None:
+    """The form in which an engine reads a checkpoint, for its worker; None for the checkpoint's own."""
+    return dataclasses.asdict(view.twin) if view.twin else None
 
 
 def job_id(prepared: Prepared, engine: Engine) -> str:
@@ -66,6 +73,8 @@ def judge(prepared: Prepared, engine: Engine, record: Mapping[str, Any] | None) 
     cells, flips = judged(prepared, who, theirs)
     if engine in variant.no_target:
         cells.append(who.cell(prepared, TAP, "not_judged", variant.no_target[engine], expected=True))
+    for part, why in prepared.case.engines[engine].unjudged.items():
+        cells.append(who.cell(prepared, part, "not_judged", why, expected=True))
     return [who.cell(prepared, LOADS, "differs" if wrong else "pass", wrong), *cells], flips
 
 

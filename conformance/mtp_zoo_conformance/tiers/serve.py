@@ -20,7 +20,7 @@ from mtp_zoo_conformance.library import Library
 from mtp_zoo_conformance.record import Cell, ServedHead
 from mtp_zoo_conformance.served import NEW_TOKENS, ServedCheckpoint, build
 from mtp_zoo_conformance.tiers.counted import Run, judge_run
-from mtp_zoo_conformance.tiers.module import ALL, no_environment
+from mtp_zoo_conformance.tiers.module import ALL, no_environment, twin
 
 SKIPPED: Mapping[Engine, tuple[int, ...]] = {"vllm": (), "sglang": (2,)}
 """Draft counts that an engine is not asked for: SGLang starts slowly, and what two drafts show, one and three show."""
@@ -76,6 +76,7 @@ def jobs(serving: Serving, engine: Engine, *, limit: float) -> list[dict[str, An
             "dtype": checkpoint.dtypes[engine],
             "device": None,
             "drop": list(serving.case.variants[0].drop.get(engine, ())),
+            "twin": twin(serving.case.engines[engine]),
             "prompts": [list(prompt) for prompt in checkpoint.prompts],
             "k": k,
             "max_new_tokens": NEW_TOKENS,

@@ -3,7 +3,7 @@
 The module is built by vLLM's registry from a config with `method: mtp`, filled by its own loader, and attends through the
 platform's own backend, with KV caches and metadata from vLLM's own functions (`caches`). It is called as vLLM's proposer
 calls it (vllm/v1/spec_decode/llm_base_proposer.py, `propose`, 0.32.0), prefill and greedy chain. Unlike the engine it keeps
-the embedding and output matrix that its checkpoint's head names load, where the engine takes the target's.
+an embedding and an output matrix that its own load filled, where the engine always takes the target's.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def run_module(job: Job) -> dict[str, Any]:
     target_layers = attention_layers(config)
     draft = build(config, config.speculative_config.draft_model_config)
     draft_layers = attention_layers(config) - target_layers
+    if target is not None:
+        share(draft, target, canary.unfilled[type(draft).__name__])
     caches = Caches(config, requests=len(lengths), max_len=max_len, device=device)
     outputs: dict[str, Tensor] = {}
     if target is not None:
@@ -93,6 +95,19 @@ def build(config: VllmConfig, model_config: Any) -> nn.Module:
     """A model of the config, built and filled by vLLM's own loader."""
     with set_current_vllm_config(config):
         return get_model(vllm_config=config, model_config=model_config).eval()
+
+
+def share(draft: nn.Module, target: nn.Module, unfilled: list[str]) -> None:
+    """Hand the target's embedding and output matrix to a draft whose checkpoint stores none for it.
+
+    As `_maybe_share_embeddings` and `_maybe_share_lm_head` in vllm/v1/spec_decode/llm_base_proposer.py, 0.32.0.
+    """
+    sources = {"embed_tokens.weight": "model.embed_tokens", "shared_head.head.weight": "lm_head"}
+    for name in unfilled:
+        for ending, source in sources.items():
+            if name.endswith(ending):
+                parent, _, child = name.removesuffix(".weight").rpartition(".")
+                setattr(draft.get_submodule(parent), child, target.get_submodule(source))
 
 
 def attention_layers(config: VllmConfig) -> set[str]:
@@ -211,9 +226,15 @@ class Drafter:
         """What the hooks of one pass kept.
 
         Raises:
-            RuntimeError: a submodule did not run exactly once. A compiled class is called without its hooks.
+            RuntimeError: a submodule did not run, or gave different things in one pass. A compiled class is called without
+                its hooks. DeepSeek's last norm runs twice on the same state, for the next step and for the logits.
         """
-        counts = {stage: len(self.seen.get(stage, ())) for stage in self.paths}
-        if wrong := [f"{self.paths[stage]} ({count} times)" for stage, count in counts.items() if count != 1]:
-            raise RuntimeError(f"not seen exactly once in a pass: {', '.join(wrong)}")
+        counts = {stage: len(distinct(self.seen.get(stage, []))) for stage in self.paths}
+        if wrong := [f"{self.paths[stage]} ({count})" for stage, count in counts.items() if count != 1]:
+            raise RuntimeError(f"submodules that did not give exactly one output in a pass: {', '.join(wrong)}")
         return {stage: rows[0] for stage, rows in self.seen.items()}
+
+
+def distinct(outputs: list[Tensor]) -> list[Tensor]:
+    """The outputs without those that repeat the first."""
+    return outputs[:1] + [output for output in outputs[1:] if not torch.equal(output, outputs[0])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from twin import opened
 from vllm.platforms import current_platform
 
 Job = dict[str, Any]
@@ -17,7 +18,7 @@ def engine_arguments(job: Job, *, max_model_len: int, max_num_seqs: int, drafts:
     """Keyword arguments of `EngineArgs` and `LLM`.
 
     Args:
-        job: `checkpoint`, `dtype`, `device`, `drop`.
+        job: `checkpoint`, `dtype`, `device`, `drop`, `twin`.
         max_model_len: longest sequence, prompt and drafts together.
         max_num_seqs: most requests in a batch.
         drafts: tokens drafted a step, 0 for none.
@@ -29,7 +30,7 @@ def engine_arguments(job: Job, *, max_model_len: int, max_num_seqs: int, drafts:
     if device not in (None, current_platform.device_type):
         raise RuntimeError(f"the job asks for {device}, this vLLM runs on {current_platform.device_type}")
     arguments: dict[str, Any] = {
-        "model": str(job["checkpoint"]),
+        "model": str(opened(job)),
         "skip_tokenizer_init": True,
         "dtype": job["dtype"],
         "enforce_eager": True,
@@ -57,6 +58,8 @@ def settings_in_words(job: Job) -> list[str]:
     ]
     if current_platform.is_cpu():
         words.append("custom_ops none: the CPU's rotary kernel is wrong for 3-D queries (multi-head latent attention)")
+    if job.get("twin"):
+        words.append(job["twin"]["words"])
     return words + [f"config field dropped: {field}" for field in job.get("drop", ())]
 
 
