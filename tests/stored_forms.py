@@ -131,8 +131,9 @@ def packed(tensors: Mapping[str, Tensor], site: HeadSite) -> Tensors:
 
 
 def renumbered(tensors: Mapping[str, Tensor], old: int, new: int) -> Tensors:
-    """The same tensors with layer `old` under the number `new`."""
-    return {re.sub(rf"^model\.layers\.{old}\.", f"model.layers.{new}.", name): v for name, v in tensors.items()}
+    """Copies of the tensors, layer `old` under the number `new`."""
+    old_start, new_start = rf"^model\.layers\.{old}\.", f"model.layers.{new}."
+    return {re.sub(old_start, new_start, name): value.clone() for name, value in tensors.items()}
 
 
 @cache
