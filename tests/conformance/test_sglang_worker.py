@@ -48,6 +48,12 @@ def test_a_stream_that_contradicts_the_counters_is_an_error(lengths: list[int], 
         counts.accepted_drafts(lengths, counted)
 
 
+def test_a_short_answer_is_an_error() -> None:
+    counts.check_length([1, 2, 3], 3, {})
+    with pytest.raises(RuntimeError, match=r"4 tokens were asked for, SGLang gave 3: \{'type': 'length'"):
+        counts.check_length([1, 2, 3], 4, {"finish_reason": {"type": "length", "length": 3}})
+
+
 def test_counters_add_up_over_prompts() -> None:
     answers = [counts.Answer([], [], meta(1, 2, 0, 1)), counts.Answer([], [], meta(0, 1)), counts.Answer([], [], {})]
     assert counts.counters(answers, 3) == {

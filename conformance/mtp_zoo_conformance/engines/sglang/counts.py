@@ -57,6 +57,16 @@ def accepted_drafts(lengths: Sequence[int], meta: dict[str, Any]) -> list[int]:
     return accepted
 
 
+def check_length(tokens: Sequence[int], asked: int, meta: dict[str, Any]) -> None:
+    """SGLang cuts an answer short without an error where its KV cache has too few pages.
+
+    Raises:
+        RuntimeError: there are not as many tokens as were asked for.
+    """
+    if len(tokens) != asked:
+        raise RuntimeError(f"{asked} tokens were asked for, SGLang gave {len(tokens)}: {meta.get('finish_reason')}")
+
+
 def counters(answers: list[Answer], drafts: int) -> dict[str, Any]:
     """SGLang's counters over all prompts."""
     metas = [answer.meta for answer in answers]

@@ -13,7 +13,7 @@ from typing import Any
 import sglang
 import shim
 from batches import PAGE
-from counts import Answer, accepted_drafts, counters
+from counts import Answer, accepted_drafts, check_length, counters
 from settings import Job, keep_logs, logged, on_cpu, server_arguments, settings_in_words
 
 CPU_BACKEND = "intel_amx"
@@ -79,10 +79,7 @@ def ask(engine: sglang.Engine, prompt: list[int], new_tokens: int, drafts: int) 
         for chunk in engine.generate(input_ids=prompt, sampling_params=sampling, stream=True):
             lengths.append(chunk["meta_info"]["completion_tokens"])  # the list of tokens itself grows on
         tokens, meta = list(chunk["output_ids"]), chunk["meta_info"]
-        if len(tokens) != new_tokens:
-            raise RuntimeError(
-                f"{new_tokens} tokens were asked for, SGLang gave {len(tokens)}: {meta['finish_reason']}"
-            )
+        check_length(tokens, new_tokens, meta)
         if not drafts:
             return Answer(tokens, [], meta)
         whole = len(lengths) == 1 + meta.get("spec_verify_ct", 0)  # the prefill, and every verify step
