@@ -115,7 +115,7 @@ def test_a_config_that_points_elsewhere_is_refused_with_both_layers(
 def test_a_missing_field_is_refused_like_a_null(tmp_path: Path) -> None:
     config, tensors = make(plain_form("deepseek_v3"))
     del config["num_hidden_layers"]
-    with pytest.raises(HeadLayerError, match="'num_hidden_layers' is missing.*the first is layer 2"):
+    with pytest.raises(HeadLayerError, match=r"'num_hidden_layers' is missing.*the first is layer 2"):
         mz.load_head(write_checkpoint(tmp_path, config, tensors))
 
 
