@@ -17,7 +17,7 @@ from mtp_zoo.loader import load_head
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.registry import get_family
 from tests.exporting import same, stored
-from tests.stored_forms import FAMILIES, Form, config_of, head_of, make, plain_form, write
+from tests.stored_forms import FAMILIES, WITH_EXPERTS, Form, config_of, head_of, make, plain_form, write
 from tests.tiny import write_checkpoint
 
 TABLE = {
@@ -52,12 +52,9 @@ TABLE = {
 }
 
 HELD = {
-    "qwen3_5": {"fusion", "attention", "mlp", "norms"},
-    **dict.fromkeys(
-        ("qwen3_5_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-        set(GROUPS),
-    ),
+    family: set(GROUPS) if family in WITH_EXPERTS else {"fusion", "attention", "mlp", "norms"} for family in FAMILIES
 }
+"""Groups that a family's head has."""
 
 BIAS = "depths.0.block.mlp.gate.e_score_correction_bias"
 WITH_BIAS = [name for name in FAMILIES if any(rule.endswith("correction_bias") for rule in get_family(name).templates)]
