@@ -26,15 +26,17 @@ from mtp_zoo_conformance.reference.nextn import latent_reference
 
 YARN = {
     "type": "yarn",
-    "factor": 40,
+    "factor": 8,
     "original_max_position_embeddings": 1024,
     "beta_fast": 32,
     "beta_slow": 1,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-"""As released, but for the original length (4096): with 1024 some of the 32 frequencies keep their value, some are mixed, and
-some are divided whole."""
+"""As released, but for the original length (4096) and the factor (40). With 1024 some of the 32 frequencies keep their value,
+some are mixed, and some are divided whole. 40 would nearly double the scores of random queries and keys, and with them
+what rounding does."""
+LONG = 8 * 1024
 
 
 def flat(**changes: Any) -> dict[str, Any]:
@@ -55,10 +57,17 @@ CASE = register_case(
     ConformanceCase(
         family="deepseek_v3",
         variants=(
-            Variant(name="yarn", config=flat(rope_scaling=YARN, max_position_embeddings=40960)),
+            Variant(name="yarn", config=flat(rope_scaling=YARN, max_position_embeddings=LONG)),
             Variant(name="plain", config=flat(rope_scaling=None)),
             Variant(name="copies", config=flat(rope_scaling=None), head_shapes=dense_head_with_copies, copies=COPIES),
-            Variant(name="tied", config=flat(rope_scaling=None, tie_word_embeddings=True)),
+            Variant(
+                name="tied",
+                config=flat(rope_scaling=None, tie_word_embeddings=True),
+                not_run={
+                    "vllm": "vLLM 0.32.0 does not tie a DeepSeek target's output matrix to its embedding, and says nothing: it "
+                    "was still NaN behind its loader. No release is tied"
+                },
+            ),
         ),
         target_class="DeepseekV3ForCausalLM",
         head_shapes=dense_head,

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtp_zoo_conformance.case import ConformanceCase, Variant
 from mtp_zoo_conformance.cases import register_case
-from mtp_zoo_conformance.cases.deepseek_v3 import YARN
+from mtp_zoo_conformance.cases.deepseek_v3 import LONG, YARN
 from mtp_zoo_conformance.cases.latent_line import (
     FLIPS,
     INDEXER,
@@ -36,7 +36,7 @@ def flat(**changes: Any) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000,
         "rope_scaling": YARN,
-        "max_position_embeddings": 40960,
+        "max_position_embeddings": LONG,
     }
     return {"architectures": ["DeepseekV32ForCausalLM"], **LATENT, **INDEXER, **own, **changes}
 
