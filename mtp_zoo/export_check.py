@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry, TensorReader
 from mtp_zoo.errors import CheckpointError, VerificationError
 from mtp_zoo.export_plan import ExportPlan
 from mtp_zoo.progress import progress
+from mtp_zoo.quant_ignore import HeadModules, quantized_by
+from mtp_zoo.quantization import quantization_settings
 from mtp_zoo.site import HeadSite
 
 
@@ -20,7 +23,8 @@ def check_output(
     """Compare the checkpoint in `root` with its plan.
 
     Raises:
-        VerificationError: with every difference: names, bytes of the head, bytes of the rest, declared depths.
+        VerificationError: with every difference: names, bytes of the head, bytes of the rest, declared depths, and what
+            the config and its side files say of quantisation.
     """
     try:
         written = CheckpointIndex.open(root)
@@ -32,6 +36,7 @@ def check_output(
         *_head(written, plan, digests),
         *_trunk(written, plan, base),
         *_depths(written, site, depths),
+        *_described(written, plan, site),
     ]
     if problems:
         raise _failed(problems)
@@ -91,3 +96,18 @@ def _depths(written: CheckpointIndex, site: HeadSite, depths: int) -> Iterator[s
     declared = written.config.count(field) if field else found
     if not declared == found == depths:
         yield f"config.json declares {declared} depths, the files hold {found}, the head has {depths}"
+
+
+def _described(written: CheckpointIndex, plan: ExportPlan, site: HeadSite) -> Iterator[str]:
+    """Float modules of the head must be left alone by every engine that can be told so, and side files be as meant."""
+    modules = HeadModules.of(site, plan.form.floats.items(), whole=not plan.form.quantized)
+    for engine, names in quantized_by(quantization_settings(written.config), modules, strict=True).items():
+        lost = sorted(set(names) - set(plan.patch.unheard.get(engine, ())))
+        yield from (f"config.json has {engine} build '{name}' quantised" for name in lost)
+    for name, content in plan.patch.files.items():
+        try:
+            same = json.loads((written.root / name).read_text(encoding="utf-8")) == content
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            yield f"{name} differs from what was meant"

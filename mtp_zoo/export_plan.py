@@ -11,8 +11,11 @@ from typing import Any, Literal
 
 from mtp_zoo.checkpoint import INDEX_NAME, CheckpointIndex, TensorEntry
 from mtp_zoo.errors import ExportError
-from mtp_zoo.keymap import Binding, Skip, claims
+from mtp_zoo.export_form import HeadForm, HeadTensor, is_left_alone
+from mtp_zoo.keymap import Binding
 from mtp_zoo.overlay import files_below
+from mtp_zoo.quant_ignore import HeadModules
+from mtp_zoo.quant_patch import QuantPatch, plan_patch
 from mtp_zoo.safetensors_header import Header, encode_header, read_header
 from mtp_zoo.site import HeadSite
 
@@ -22,16 +25,6 @@ HEAD_FILES = tuple(f"{stem}_mtp_head.safetensors" for stem in ("model", "z", "zz
 PICKLED_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 NO_MODEL_FOLDERS = (".git", ".cache")
 """Version control and download records: not part of the model, and as large as it."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadTensor:
-    """One tensor of the new head, as it will be stored."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +53,8 @@ class ExportPlan:
     Attributes:
         bindings: the head's stored layout.
         shards: weight files that come from the base.
-        head_file, head, head_header: the new shard, its tensors in the order of their bytes, its header.
+        head_file, form, head_header: the new shard, how the head is stored in it, its header.
+        patch: how the description of what is quantised changes.
         weight_map, total_size: content of the new index.
         others: files that are copied.
     """
@@ -68,25 +62,31 @@ class ExportPlan:
     bindings: tuple[Binding, ...]
     shards: tuple[ShardPlan, ...]
     head_file: str
-    head: tuple[HeadTensor, ...]
+    form: HeadForm
     head_header: bytes
+    patch: QuantPatch
     weight_map: Mapping[str, str]
     total_size: int
     others: tuple[str, ...]
 
+    @property
+    def head(self) -> tuple[HeadTensor, ...]:
+        """The new head's tensors, in the order of their bytes."""
+        return self.form.tensors
 
-def plan_export(
-    index: CheckpointIndex, site: HeadSite, bindings: tuple[Binding, ...], head: Iterable[HeadTensor]
-) -> ExportPlan:
+
+def plan_export(index: CheckpointIndex, site: HeadSite, bindings: tuple[Binding, ...], form: HeadForm) -> ExportPlan:
     """Decide the output's files.
 
     Args:
         index: of the base; must be whole.
         site: says which of the base's tensors are an old head.
         bindings: the head's stored layout.
-        head: the new head's tensors.
+        form: how the new head is stored.
     """
-    head = tuple(head)
+    head, floats = form.tensors, form.floats
+    modules = HeadModules.of(site, floats.items(), whole=not form.quantized)
+    patch = plan_patch(index, modules, floats)
     old = old_head(index, site, {tensor.name for tensor in head})
     shards = tuple(_shards(index, old))
     head_file = name_that_sorts_last(shard.name for shard in shards)
@@ -97,21 +97,19 @@ def plan_export(
         bindings=bindings,
         shards=shards,
         head_file=head_file,
-        head=head,
+        form=form,
         head_header=encode_header(((t.name, t.dtype, t.shape, t.nbytes) for t in head), {"format": "pt"}),
+        patch=patch,
         weight_map={**weight_map, **{tensor.name: head_file for tensor in head}},
         total_size=kept + sum(tensor.nbytes for tensor in head),
-        others=tuple(_others(index)),
+        others=tuple(path for path in _others(index) if path not in patch.files),
     )
 
 
 def old_head(index: CheckpointIndex, site: HeadSite, new: set[str]) -> frozenset[str]:
     """Names of the base that must not survive: the head's scope, save what the family deliberately leaves alone."""
-    skips = [rule for rule in site.family.rules if isinstance(rule, Skip)]
     return frozenset(
-        name
-        for name in index.entries
-        if name in new or (site.in_scope(name) and not any(claims(rule, name) for rule in skips))
+        name for name in index.entries if name in new or (site.in_scope(name) and not is_left_alone(site, name))
     )
 
 

@@ -13,24 +13,25 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mtp_zoo.checkpoint import INDEX_NAME, CheckpointIndex, TensorReader, stored_dtype, torch_dtype
-from mtp_zoo.errors import ExportError, UnsupportedQuantizationError
+from mtp_zoo.checkpoint import INDEX_NAME, CheckpointIndex, TensorReader, torch_dtype
+from mtp_zoo.errors import ExportError
 from mtp_zoo.export_check import check_output
-from mtp_zoo.export_plan import PROVENANCE_NAME, ExportPlan, HeadTensor, ShardPlan, plan_export
+from mtp_zoo.export_form import head_form, quantized_base
+from mtp_zoo.export_plan import PROVENANCE_NAME, ExportPlan, ShardPlan, plan_export
 from mtp_zoo.index_file import encode_index
-from mtp_zoo.keymap import FLOAT_DTYPES, Binding, to_native
+from mtp_zoo.keymap import to_native
 from mtp_zoo.loader import key_map
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.overlay import Overlay, refuse_existing, staging
 from mtp_zoo.progress import progress
-from mtp_zoo.quantization import scheme_name
+from mtp_zoo.quantized_tensors import encoded_like
 from mtp_zoo.registry import Family
 from mtp_zoo.site import HeadSite, find_site
 from mtp_zoo.version import __version__
@@ -51,7 +52,10 @@ class ExportReport:
         files_written: new files: the head's shard, the index, the provenance, and config.json where it changed.
         bytes_written: bytes put on the disk by all of these.
         head_bytes: stored size of the head.
-        tensors_cast: head tensors that were stored in another dtype than they have in memory.
+        tensors_cast: head tensors that were stored as floats of another dtype than they have in memory.
+        tensors_encoded: head tensors that were stored as FP8, encoded anew because they were changed.
+        tensors_kept: head tensors that were stored as FP8 in the base's own bytes, because they were not.
+        notices: what the reader has to know before the checkpoint is served, in words.
     """
 
     out: Path
@@ -62,6 +66,9 @@ class ExportReport:
     bytes_written: int
     head_bytes: int
     tensors_cast: int
+    tensors_encoded: int
+    tensors_kept: int
+    notices: tuple[str, ...]
 
 
 def export(
@@ -77,6 +84,12 @@ def export(
 
     The head takes the base's stored form: its layer numbers, and experts one by one or packed. Copies of the target's
     embedding and lm_head inside the base's head stay as they are; where there are none, none are made.
+
+    Where the base stores a tensor of its head as FP8, so does the export, in the base's scheme and with its scale's dtype; a
+    tensor that was not changed since it was loaded gets the base's own bytes, weight and scale. What the family's spec calls
+    `always_float` is never encoded. Where the base is quantised and the head, or a part of it, is stored as floats, the
+    quantisation config and the side files that repeat it are completed, so that both engines leave those modules alone.
+
     The base is never touched. `.git`, `.cache` and pickled weights (`pytorch_model*.bin`) stay behind.
 
     Args:
@@ -84,21 +97,24 @@ def export(
         base: checkpoint directory, hub-cache tree, or id of a cached repository; whole.
         out: directory to make; must not exist.
         copy: copy weight files instead of hard-linking them.
-        dtype: store the head's float tensors like this, all but those that must not be rounded (`DraftHead.rounds`); None
-            keeps, tensor by tensor, what the base or, where the base lacks the tensor, the checkpoint of the head stores.
+        dtype: store the head as floats like this, all but what must not be rounded (`DraftHead.rounds`); None keeps, tensor
+            by tensor, what the base or, where the base lacks the tensor, the checkpoint of the head stores. A head that was
+            loaded from FP8 counts as BF16 where the base lacks one.
         training: what `mtp_zoo.json` shall say of the training; must be JSON.
 
     Raises:
         CheckpointError: the base is not whole.
-        UnsupportedQuantizationError: the base stores its head quantised.
+        UnsupportedQuantizationError: the base stores its head quantised, not as FP8, and no `dtype` is given.
+        ScaleMismatchError: the base stores its head as FP8, and tensors and scales do not belong together.
         OutputExistsError: `out` exists.
-        ExportError: the head does not fit the base, `out` and the base overlap, or writing failed.
+        ExportError: the head does not fit the base, a number of it can't be encoded, `out` and the base overlap, or writing
+            failed.
         VerificationError: what was written is not what was meant.
         In each case there is no `out` afterwards, and the base is as it was.
     """
     out = _plain_path(out)
     index = CheckpointIndex.open(base)
-    check_export(index, out, head.family)
+    check_export(index, out, head.family, dtype=dtype)
     site = find_site(head.family, index.names, index.config)
     _refuse_misfit(head, site, index)
     bindings = key_map(head, site).layout(filter(site.in_scope, index.entries), like=head.origin.bindings)
@@ -107,13 +123,15 @@ def export(
         "training": training,
     }
     _refuse_unprintable(facts)
-    plan = plan_export(index, site, bindings, _stored_form(head, bindings, index, dtype))
+    form = head_form(head, bindings, index, quantized_base(index, site, dtype), dtype)
+    plan = plan_export(index, site, bindings, form)
+    written = _Written()
     try:
         with staging(out) as partial:
             overlay = Overlay(partial, link=not copy)
-            digests = _fill(overlay, plan, head, index)
-            _write_texts(overlay, plan, head, index.config, _provenance(plan, head, digests, facts))
-            check_output(partial, plan, index, site, head.num_depths, digests)
+            _fill(overlay, plan, head, index, written)
+            _write_texts(overlay, plan, head, index.config, _provenance(plan, head, written.digests, facts))
+            check_output(partial, plan, index, site, head.num_depths, written.digests)
     except OSError as error:
         raise _failed(out, error) from error
     return ExportReport(
@@ -125,20 +143,31 @@ def export(
         bytes_written=overlay.bytes_written,
         head_bytes=sum(tensor.nbytes for tensor in plan.head),
         tensors_cast=_casts(plan, head),
+        tensors_encoded=len(plan.form.quantized) - len(written.kept),
+        tensors_kept=len(written.kept),
+        notices=plan.patch.notices,
     )
 
 
-def check_export(index: CheckpointIndex, out: str | Path, family: Family) -> None:
+@dataclass
+class _Written:
+    """What was written of the head: the sha256 of each tensor, and the names of those that kept the base's FP8 bytes."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+
+
+def check_export(index: CheckpointIndex, out: str | Path, family: Family, *, dtype: torch.dtype | None = None) -> None:
     """Refuse what `export` would refuse whatever the head; for those who want to know before they train.
 
     Raises:
-        CheckpointError, UnsupportedQuantizationError, OutputExistsError, ExportError: see `export`.
+        CheckpointError, UnsupportedQuantizationError, ScaleMismatchError, OutputExistsError, ExportError: see `export`.
     """
     out = _plain_path(out)
     index.verify()
     _refuse_overlap(out, index.root)
     refuse_existing(out)
-    _refuse_quantized(index, find_site(family, index.names, index.config))
+    quantized_base(index, find_site(family, index.names, index.config), dtype)
 
 
 def _plain_path(out: str | Path) -> Path:
@@ -152,19 +181,6 @@ def _refuse_overlap(out: Path, root: Path) -> None:
         raise ExportError(
             f"Writing {out}: it and the base {root} are the same place, or one lies inside the other.",
             remedy="Choose a path beside the base.",
-        )
-
-
-def _refuse_quantized(index: CheckpointIndex, site: HeadSite) -> None:
-    old = [entry for name, entry in index.entries.items() if site.in_scope(name)]
-    quantized = [entry for entry in old if entry.dtype not in FLOAT_DTYPES]
-    declared = index.config.raw.get("quantization_config") or index.config.text.get("quantization_config")
-    if quantized or (declared and not old):
-        state = "its own head is quantised" if quantized else "it has no head of its own that shows how to store one"
-        raise UnsupportedQuantizationError(
-            f"Exporting into {index.root}: the base is stored as {scheme_name(index.config)}, and {state}.",
-            remedy="Export into the BF16 release of the same model.",
-            problems=[f"{entry.name}: {entry.dtype} {list(entry.shape)}" for entry in quantized],
         )
 
 
@@ -198,44 +214,42 @@ def _refuse_unprintable(facts: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _stored_form(
-    head: DraftHead, bindings: Sequence[Binding], index: CheckpointIndex, dtype: torch.dtype | None
-) -> Iterator[HeadTensor]:
-    """The head's native tensors in the order in which they will be stored."""
-    if dtype is not None and stored_dtype(dtype) not in FLOAT_DTYPES:
-        raise ExportError(
-            f"Exporting as {dtype}: expected one of {FLOAT_DTYPES}.", remedy="Name a float dtype, or none."
-        )
-    for binding in bindings:
-        part = next(iter(binding.heads))
-        for name, shape in binding.natives.items():
-            own = index.entries.get(name)
-            found = own.dtype if own else head.origin.dtypes[part]
-            stored = stored_dtype(dtype) if dtype and head.rounds(part) else found
-            yield HeadTensor(name, stored, shape, torch_dtype(stored).itemsize * torch.Size(shape).numel())
-
-
-def _native_tensors(plan: ExportPlan, head: DraftHead) -> Iterator[tuple[HeadTensor, torch.Tensor]]:
+def _native_tensors(plan: ExportPlan, head: DraftHead) -> Iterator[tuple[str, torch.Tensor]]:
     """The native tensors one rule at a time, on the CPU, in the head's own dtypes."""
     weights = head.state_dict()
-    planned = {tensor.name: tensor for tensor in plan.head}
     for binding in plan.bindings:
         natives = to_native([binding], weights)
         for name in binding.natives:
-            yield planned[name], natives.pop(name).cpu()
+            yield name, natives.pop(name).cpu()
+
+
+def _stored_tensors(
+    plan: ExportPlan, head: DraftHead, index: CheckpointIndex, kept: set[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors as they are stored, in the order of the plan; `kept` gets the names of those in the base's own bytes."""
+    reader = TensorReader(index)
+    dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.head}
+    for name, value in _native_tensors(plan, head):
+        base = plan.form.quantized.get(name)
+        if base is None:
+            yield name, value.to(dtypes[name])
+            continue
+        encoded = encoded_like(value, base, reader)
+        kept |= {name} if encoded.kept else set()
+        yield name, encoded.weight
+        yield base.scale.name, encoded.scale
 
 
 def _casts(plan: ExportPlan, head: DraftHead) -> int:
     weights = head.state_dict()
     stored = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.head}
-    moves = [move for binding in plan.bindings for move in binding.moves]
+    moves = [move for binding in plan.bindings for move in binding.moves if move.native not in plan.form.quantized]
     return len({move.native for move in moves if weights[move.head].dtype != stored[move.native]})
 
 
-def _fill(overlay: Overlay, plan: ExportPlan, head: DraftHead, index: CheckpointIndex) -> dict[str, str]:
-    """Everything but the small texts; returns the sha256 of each head tensor."""
+def _fill(overlay: Overlay, plan: ExportPlan, head: DraftHead, index: CheckpointIndex, written: _Written) -> None:
+    """Everything but the small texts."""
     reader = TensorReader(index)
-    digests: dict[str, str] = {}
     with progress("Writing the checkpoint", total=len(plan.shards) + len(plan.others) + len(plan.head)) as advance:
         for shard in plan.shards:
             if shard.action == "link":
@@ -246,8 +260,8 @@ def _fill(overlay: Overlay, plan: ExportPlan, head: DraftHead, index: Checkpoint
         for path in plan.others:
             overlay.copy(index.root / path, path)
             advance()
-        overlay.write(plan.head_file, _head_bytes(plan, head, digests, advance))
-    return digests
+        stored = _stored_tensors(plan, head, index, written.kept)
+        overlay.write(plan.head_file, _head_bytes(plan, stored, written.digests, advance))
 
 
 def _shorter(shard: ShardPlan, reader: TensorReader) -> Iterator[bytes]:
@@ -257,25 +271,36 @@ def _shorter(shard: ShardPlan, reader: TensorReader) -> Iterator[bytes]:
 
 
 def _head_bytes(
-    plan: ExportPlan, head: DraftHead, digests: dict[str, str], advance: Callable[[], None]
+    plan: ExportPlan,
+    stored: Iterator[tuple[str, torch.Tensor]],
+    digests: dict[str, str],
+    advance: Callable[[], None],
 ) -> Iterator[bytes | memoryview]:
     yield plan.head_header
-    for tensor, value in _native_tensors(plan, head):
-        raw = value.to(torch_dtype(tensor.dtype)).reshape(-1).view(torch.uint8).numpy().data
-        digests[tensor.name] = hashlib.sha256(raw).hexdigest()
+    for name, value in stored:
+        raw = value.reshape(-1).view(torch.uint8).numpy().data
+        digests[name] = hashlib.sha256(raw).hexdigest()
         yield raw
         advance()
 
 
 def _write_texts(overlay: Overlay, plan: ExportPlan, head: DraftHead, config: ModelConfig, provenance: str) -> None:
-    field = head.family.count_field
-    if field is None or config.count(field) == head.num_depths:
+    declared, patch = head.family.count_field, plan.patch
+    counted = declared is None or config.count(declared) == head.num_depths
+    if counted and patch.config is None:
         overlay.copy(config.path, "config.json")
     else:
-        patched = config.with_value(field, head.num_depths)
-        overlay.write("config.json", [(json.dumps(patched, indent=2, ensure_ascii=False) + "\n").encode()])
+        patched = config if patch.config is None else ModelConfig(patch.config, config.path)
+        whole = patched.raw if counted or declared is None else patched.with_value(declared, head.num_depths)
+        overlay.write("config.json", [_json(whole)])
+    for name, content in patch.files.items():
+        overlay.write(name, [_json(content)])
     overlay.write(INDEX_NAME, [encode_index(plan.weight_map, {"total_size": plan.total_size}).encode()])
     overlay.write(PROVENANCE_NAME, [provenance.encode()])
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _provenance(plan: ExportPlan, head: DraftHead, digests: Mapping[str, str], facts: Mapping[str, Any]) -> str:

@@ -38,7 +38,13 @@ TINY = 2.0**-126
 
 
 def decode(
-    weight: Tensor, scale: Tensor, scheme: Scheme, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+    weight: Tensor,
+    scale: Tensor,
+    scheme: Scheme,
+    *,
+    dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+    what: str = "an FP8 tensor",
 ) -> Tensor:
     """The numbers that an FP8 tensor stands for: q * s in FP32, then rounded to `dtype`.
 
@@ -48,6 +54,7 @@ def decode(
         scheme: what one scale covers.
         dtype: of the result.
         out: where to write, of the weight's shape; may be a slice of a larger tensor, and decides the dtype.
+        what: what is decoded, for messages.
 
     Raises:
         ScaleMismatchError: the shapes do not fit each other, or a scale is negative or not finite.
@@ -55,10 +62,11 @@ def decode(
     Example: q [2, 2] = [[1, 2], [3, 4]] with one scale 0.5 is [[0.5, 1], [1.5, 2]].
     """
     shape = tuple(weight.shape)
-    grid = _grid(scale, shape, scheme)
+    grid = _grid(scale, shape, scheme, what)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=weight.device)
-    # A slice of a packed tensor is a matrix, whose rows can be addressed; a stack of them must lie in one piece.
+    if out.ndim > 2 and not out.is_contiguous():
+        return out.copy_(decode(weight, scale, scheme, dtype=out.dtype, what=what))
     target = out if out.ndim == 2 else out.view(-1, shape[-1])
     rows = weight.reshape(-1, shape[-1])
     at = _scale_rows(shape, scheme, grid, weight.device)
@@ -68,7 +76,12 @@ def decode(
 
 
 def encode(
-    weight: Tensor, scheme: Scheme, *, scale_dtype: str = "F32", scale_shape: tuple[int, ...] | None = None
+    weight: Tensor,
+    scheme: Scheme,
+    *,
+    scale_dtype: str = "F32",
+    scale_shape: tuple[int, ...] | None = None,
+    what: str = "a tensor",
 ) -> tuple[Tensor, Tensor]:
     """The FP8 form of a float tensor: the largest number under each scale becomes 448, or as little less as it must.
 
@@ -80,6 +93,7 @@ def encode(
         scheme: what one scale covers.
         scale_dtype: `F32`, `BF16` or `F8_E8M0`.
         scale_shape: one of `scheme.shapes`; the first of them by default.
+        what: what is encoded, for messages.
 
     Returns:
         float8_e4m3fn of the weight's shape, and the scales. `decode` of both differs from `weight` by at most
@@ -91,16 +105,18 @@ def encode(
     """
     shape = tuple(weight.shape)
     scale_shape = scheme.grid(shape) if scale_shape is None else scale_shape
-    _refuse(scheme.misfit(shape, scale_shape))
+    _refuse(scheme.misfit(shape, scale_shape), f"Encoding {what} as FP8")
     rows = weight.detach().reshape(-1, shape[-1])
     peaks = _peaks(rows, shape, scheme)
     if scheme.kind == "tensor" and torch.Size(scale_shape).numel() == 1:
         peaks = peaks.amax().expand_as(peaks)
     if not bool(torch.isfinite(peaks).all()):
         raise ExportError(
-            "Encoding as FP8: expected finite numbers, found NaN or infinity.",
+            f"Encoding {what} as FP8: expected finite numbers, found NaN or infinity.",
             remedy="Take an earlier checkpoint of the training run, or store the head as BF16.",
         )
+    if scale_dtype not in SCALE_DTYPES:
+        _refuse(f"expected a scale dtype out of {SCALE_DTYPES}, got {scale_dtype}", f"Encoding {what} as FP8")
     stored = _stored_scales(peaks / LARGEST, scale_dtype)
     grid = stored.to(torch.float32).reshape(-1, peaks.shape[-1])
     quantized = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -114,20 +130,20 @@ def encode(
     return quantized.view(shape), flat[: torch.Size(scale_shape).numel()].reshape(scale_shape).contiguous()
 
 
-def _refuse(misfit: str | None) -> None:
+def _refuse(misfit: str | None, act: str) -> None:
     if misfit:
         raise ScaleMismatchError(
-            f"Reading an FP8 tensor: {misfit}.",
+            f"{act}: {misfit}.",
             remedy="Restore the tensor, its scale and the config.json that belongs to them from the original checkpoint.",
         )
 
 
-def _grid(scale: Tensor, shape: tuple[int, ...], scheme: Scheme) -> Tensor:
+def _grid(scale: Tensor, shape: tuple[int, ...], scheme: Scheme, what: str) -> Tensor:
     """The scales in FP32 as [all rows of scales, columns of scales], checked."""
-    _refuse(scheme.misfit(shape, tuple(scale.shape)))
+    _refuse(scheme.misfit(shape, tuple(scale.shape)), f"Decoding {what}")
     numbers = scale.to(torch.float32)
     if not bool((torch.isfinite(numbers) & (numbers >= 0)).all()):
-        _refuse("expected scales that are finite and not negative, found others")
+        _refuse("expected scales that are finite and not negative, found others", f"Decoding {what}")
     grid = scheme.grid(shape)
     if numbers.numel() == 1:
         return numbers.reshape(1, 1).expand(torch.Size(grid[:-1]).numel(), grid[-1])
@@ -190,11 +206,6 @@ def _stored_scales(scales: Tensor, dtype: str) -> Tensor:
         # The bits of positive floats are in the order of their values: one more is the next number.
         above = (nearest.view(torch.int16) + 1).view(torch.bfloat16)
         return torch.where(nearest.to(torch.float32) < scales, above, nearest)
-    if dtype == "F8_E8M0":
-        mantissa, exponent = torch.frexp(scales)
-        power = torch.where(mantissa == 0.5, exponent - 1, exponent)
-        return (power + 127).clamp(0, 254).to(torch.uint8).view(torch.float8_e8m0fnu)
-    raise ScaleMismatchError(
-        f"Encoding as FP8: expected a scale dtype out of {SCALE_DTYPES}, got {dtype}.",
-        remedy="Export into a checkpoint whose scales are stored in one of these, or store the head as BF16.",
-    )
+    mantissa, exponent = torch.frexp(scales)
+    power = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    return (power + 127).clamp(0, 254).to(torch.uint8).view(torch.float8_e8m0fnu)

@@ -90,17 +90,18 @@ def inspect(source: str | Path, *, copies: bool = False) -> Inspection:
     notes: list[str] = []
     problems: list[str] = [str(fault) for fault in index.faults]
     family = resolution = None
+    remarks: list[str] = []
     try:
         family = resolve_family(index.names, index.config)
         resolution = resolve(index.names, index.config, family=family)
-        _plan(index, resolution)
+        remarks = _plan(index, resolution)
     except MTPZooError as error:
         notes = [error.message, *map(str, error.problems)]
     site = likely_site(family, index.names, index.config) if family else None
     scoped = [entry for name, entry in sorted(index.entries.items()) if site and site.in_scope(name)]
     shared, missing = _shared(index, family) if family else ({}, [])
     compared = _compared(index, site) if site and copies else {}
-    problems += [*missing, *(resolution.notices if resolution else ())]
+    problems += [*missing, *(resolution.notices if resolution else ()), *remarks]
     return Inspection(
         source=str(source),
         family=family.name if family else None,
@@ -118,10 +119,11 @@ def _in_words(tensor: dict[str, Any]) -> str:
     return f"{tensor['name']}, {tensor['dtype']}, {'x'.join(map(str, tensor['shape']))}, in {tensor['file']}"
 
 
-def _plan(index: CheckpointIndex, resolution: Resolution) -> None:
-    from mtp_zoo.loader import plan_head
+def _plan(index: CheckpointIndex, resolution: Resolution) -> list[str]:
+    from mtp_zoo.loader import ignore_notices, plan_head
 
-    plan_head(index, resolution)
+    head, plan, stored = plan_head(index, resolution)
+    return ignore_notices(index, head.site, plan, stored)
 
 
 def _compared(index: CheckpointIndex, site: HeadSite) -> dict[str, Comparison]:

@@ -23,12 +23,15 @@ from mtp_zoo.groups import GROUPS, Group
 from mtp_zoo.head import DraftHead
 from mtp_zoo.keymap import FLOAT_DTYPES, Binding, KeyMap, LoadPlan, Move
 from mtp_zoo.progress import progress
-from mtp_zoo.quantization import refuse_quantized
+from mtp_zoo.quant_ignore import HeadModules, quantized_by
+from mtp_zoo.quantization import Paired, QuantizedTensor, pair, quantization_settings
+from mtp_zoo.quantized_tensors import read_decoded
 from mtp_zoo.registry import Family, Resolution, get_family, resolve, resolve_family
 from mtp_zoo.site import HeadSite, find_site
 from mtp_zoo.spec import Engine
 
 Init: TypeAlias = Literal["checkpoint", "random"]
+Stored: TypeAlias = TensorEntry | QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ def load_head(
         source: checkpoint directory, hub-cache tree, or id of a cached repository.
         target: transformers model (or `SharedTensors`) whose embedding and lm_head the head borrows.
         family: family name, to skip the decision from the tensors.
-        dtype: cast to this dtype; None keeps every tensor as stored. `torch.float32` gives master weights for training.
+        dtype: cast to this dtype; None keeps every tensor as stored, and decodes FP8 to BF16. `torch.float32` gives master
+            weights for training.
             Tensors that must not be rounded (`DraftHead.rounds`), such as a router's FP32 bias, are cast upwards only.
         device: where the head lives.
         init: "random" makes a new head instead of reading one, by transformers' rule, from `seed`.
@@ -137,7 +141,8 @@ def load_head(
         SettingsError: `init`, `dtype`, `engine` or `trainable` is none of those above.
         CheckpointError: the files can't be read as a checkpoint.
         UnresolvedFamilyError, HeadNotFoundError, HeadCountError, HeadLayerError, HeadMismatchError: see `mtp_zoo.errors`.
-        UnsupportedQuantizationError: the head is stored quantised.
+        UnsupportedQuantizationError: the head is stored quantised, and not as FP8.
+        ScaleMismatchError: the head is stored as FP8, and tensors and scales do not belong together.
     """
     _check_request(source, dtype, init, depths, engine)
     index = CheckpointIndex.open(source)
@@ -178,19 +183,29 @@ def _check_request(
         )
 
 
-def plan_head(index: CheckpointIndex, resolution: Resolution) -> tuple[DraftHead, LoadPlan]:
-    """The head on the meta device, and what reading it takes; reads nothing.
+def plan_head(index: CheckpointIndex, resolution: Resolution) -> tuple[DraftHead, LoadPlan, Paired]:
+    """The head on the meta device, what reading it takes, and the stored tensors; reads nothing.
 
     Raises:
         BrokenCheckpointError: a file that holds or should hold a tensor of the head can't be trusted.
-        UnsupportedQuantizationError, HeadMismatchError: see `load_head`.
+        UnsupportedQuantizationError, ScaleMismatchError, HeadMismatchError: see `load_head`.
     """
     family, site = resolution.family, resolution.site
     index.check(site.in_scope)
-    entries = index.require(resolution.names)
-    refuse_quantized(entries, index.config, f"{family.name} head")
+    stored = pair(index.require(resolution.names), index.config, f"{family.name} head")
     head = DraftHead(family, index.config, depths=resolution.depths, first_layer=site.first_layer, device="meta")
-    return head, key_map(head).plan(entries)
+    return head, key_map(head).plan(stored.logical), stored
+
+
+def ignore_notices(index: CheckpointIndex, site: HeadSite, plan: LoadPlan, stored: Paired) -> list[str]:
+    """Modules that are stored as floats although the config would have an engine build them quantised, in words."""
+    floats = [(entry.name, entry.shape) for entry in stored.plain if entry.name in plan.dtypes]
+    modules = HeadModules.of(site, floats, whole=not stored.quantized)
+    found = quantized_by(quantization_settings(index.config), modules)
+    names = dict.fromkeys(name for engine in found for name in found[engine])
+    engines = " and ".join(engine for engine in found if found[engine])
+    told = f"the config has {engines} build these quantised, and they are stored as floats: {', '.join(names)}"
+    return [f"ignore list incomplete: {told}"] if names else []
 
 
 def key_map(head: DraftHead, site: HeadSite | None = None) -> KeyMap:
@@ -203,14 +218,15 @@ def key_map(head: DraftHead, site: HeadSite | None = None) -> KeyMap:
 def _stored_head(
     index: CheckpointIndex, resolution: Resolution, dtype: torch.dtype | None, device: torch.device | str
 ) -> DraftHead:
-    head, plan = plan_head(index, resolution)
+    head, plan, stored = plan_head(index, resolution)
     reader = TensorReader(index)
+    tensors = {entry.name: entry for entry in stored.plain} | dict(stored.quantized)
     with progress("Reading the head", total=len(plan.natives)) as advance:
         for binding in plan.bindings:
-            for name, value in _read_binding(binding, head, index, reader, dtype, device, advance).items():
+            for name, value in _read_binding(binding, head, tensors, reader, dtype, device, advance).items():
                 _assign(head, name, value)
     head.rotary.to(device)
-    entries = [index.entries[name] for name in plan.natives]
+    entries = [entry for name in plan.natives for entry in _parts(tensors[name])]
     copies = compare_copies(index, head.site, plan.skipped, reader)
     head.report = LoadReport(
         source=index.source,
@@ -220,12 +236,20 @@ def _stored_head(
         skipped=plan.skipped,
         copies=copies,
         initialised=(),
-        notices=(*resolution.notices, *_notices(index, head.site)),
+        notices=(
+            *resolution.notices,
+            *ignore_notices(index, head.site, plan, stored),
+            *_notices(index, head.site),
+        ),
         bytes_read=index.header_bytes + reader.bytes_read,
     )
     dtypes = {name: plan.dtypes[next(iter(binding.natives))] for binding in plan.bindings for name in binding.heads}
     head.origin = Origin(index.root, plan.bindings, dtypes)
     return head
+
+
+def _parts(tensor: Stored) -> tuple[TensorEntry, ...]:
+    return (tensor.weight, tensor.scale) if isinstance(tensor, QuantizedTensor) else (tensor,)
 
 
 def _notices(index: CheckpointIndex, site: HeadSite) -> list[str]:
@@ -235,14 +259,14 @@ def _notices(index: CheckpointIndex, site: HeadSite) -> list[str]:
 def _read_binding(
     binding: Binding,
     head: DraftHead,
-    index: CheckpointIndex,
+    tensors: Mapping[str, Stored],
     reader: TensorReader,
     dtype: torch.dtype | None,
     device: torch.device | str,
     advance: Callable[[], None],
 ) -> dict[str, Tensor]:
     """Head tensors of one rule. Each is allocated once; whole natives are read in place, parts through one buffer."""
-    stored = torch_dtype(index.entries[next(iter(binding.natives))].dtype)
+    stored = torch_dtype(tensors[next(iter(binding.natives))].dtype)
     filled = {
         name: torch.empty(shape, dtype=_held_dtype(head, name, stored, dtype), device=device)
         for name, shape in binding.heads.items()
@@ -251,7 +275,7 @@ def _read_binding(
     for move in binding.moves:
         by_native.setdefault(move.native, []).append(move)
     for native, moves in by_native.items():
-        _read_native(index.entries[native], moves, filled, reader)
+        _read_native(tensors[native], moves, filled, reader)
         advance()
     return filled
 
@@ -262,13 +286,18 @@ def _held_dtype(head: DraftHead, name: str, stored: torch.dtype, asked: torch.dt
     return torch.promote_types(stored, asked)
 
 
-def _read_native(entry: TensorEntry, moves: list[Move], filled: Mapping[str, Tensor], reader: TensorReader) -> None:
+def _read_native(stored: Stored, moves: list[Move], filled: Mapping[str, Tensor], reader: TensorReader) -> None:
     place = filled[moves[0].head][moves[0].head_index]
-    in_place = not moves[0].native_index and place.is_contiguous() and place.device.type == "cpu"
-    if in_place and stored_dtype(place.dtype) == entry.dtype:
-        reader.read_into(entry, place)
+    whole = not moves[0].native_index
+    if isinstance(stored, QuantizedTensor):
+        native = read_decoded(stored, reader, place.dtype, place.device, place if whole else None)
+        if whole:
+            return
+    elif whole and place.is_contiguous() and place.device.type == "cpu" and stored_dtype(place.dtype) == stored.dtype:
+        reader.read_into(stored, place)
         return
-    native = reader.read(entry)
+    else:
+        native = reader.read(stored)
     for move in moves:
         filled[move.head][move.head_index] = native[move.native_index].to(place.device)
 

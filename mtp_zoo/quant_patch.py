@@ -18,6 +18,7 @@ from mtp_zoo.keymap import FLOAT_DTYPES
 from mtp_zoo.modelconfig import NESTED_KEY
 from mtp_zoo.quant_ignore import METHODS, HeadModules, Method, method_of, quantized_by
 from mtp_zoo.quantization import CONFIG_KEYS, quantization_settings, scheme_name
+from mtp_zoo.spec import Engine
 
 MODELOPT_FILE = "hf_quant_config.json"
 ASCEND_FILE = "quant_model_description.json"
@@ -35,11 +36,13 @@ class QuantPatch:
     Attributes:
         config: content of the new config.json; None where the old one will do.
         files: content of every side file that changes.
+        unheard: modules that an engine quantises although everything is listed.
         notices: what no file can say, and what was left to the reader, in words.
     """
 
     config: Mapping[str, Any] | None = None
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unheard: Mapping[Engine, list[str]] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
 
@@ -56,8 +59,10 @@ def plan_patch(index: CheckpointIndex, head: HeadModules, floats: Mapping[str, S
     trunk = _float_modules(index, head)
     config = _patched_config(index.config.raw, head, trunk)
     settings = quantization_settings(index.config) if config is None else _first(config)
+    unheard = quantized_by(settings, head, strict=True)
     files, notices = _side_files(index.root, head, floats)
-    return QuantPatch(config, files, (*_unheard(settings, head, scheme_name(index.config)), *notices))
+    remarks = _remarks(settings, head, unheard, scheme_name(index.config))
+    return QuantPatch(config, files, unheard, (*remarks, *notices))
 
 
 def _first(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -125,13 +130,15 @@ def _extended(old: Any, listed: Sequence[str], entries: Sequence[str], method: M
     return list(dict.fromkeys([*own, *listed, *entries]))
 
 
-def _unheard(settings: Mapping[str, Any], head: HeadModules, scheme: str) -> Iterator[str]:
-    """What an engine quantises although everything is listed."""
+def _remarks(
+    settings: Mapping[str, Any], head: HeadModules, unheard: Mapping[Engine, list[str]], scheme: str
+) -> Iterator[str]:
+    """What no list can say."""
     if not settings:
         return
     if method_of(settings) is None:
         yield f"the head is stored as floats, and where {scheme} lists what it leaves alone is not known: check its config"
-    for engine, names in quantized_by(settings, head, strict=True).items():
+    for engine, names in unheard.items():
         if names:
             yield f"{engine} builds {', '.join(names)} quantised, whatever the config lists"
     if "sglang" not in head.reachable:

@@ -22,6 +22,7 @@ from mtp_zoo.errors import (
 )
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.rules import Rule, Skip, claims, templates_of
+from mtp_zoo.scaling import scaled_name
 from mtp_zoo.site import HeadSite, behind_prefix, find_site, fused_layers, likely_site
 from mtp_zoo.spec import Engine, HeadSpec
 
@@ -91,8 +92,9 @@ class Family:
         return tuple(template for rule in self.rules for template in templates_of(rule))
 
     def claims(self, name: str) -> bool:
-        """Whether some rule, at some depth and expert, names this tensor."""
-        return any(claims(rule, name) for rule in self.rules)
+        """Whether some rule, at some depth and expert, names this tensor, or the one that it is the scale of."""
+        named = {name, scaled_name(name) or name}
+        return any(claims(rule, one) for one in named for rule in self.rules)
 
 
 @dataclass(frozen=True)

@@ -93,16 +93,18 @@ def test_head_of_another_model_is_refused(base: Path, tmp_path: Path, out: Path)
     assert not out.exists()
 
 
-@pytest.mark.parametrize("has_head", [True, False])
-def test_quantised_base_is_refused_by_the_name_of_its_scheme(tmp_path: Path, out: Path, has_head: bool) -> None:
+def test_base_whose_head_is_quantised_otherwise_than_as_fp8_is_refused_by_the_name_of_its_scheme(
+    tmp_path: Path, out: Path
+) -> None:
     head = load_head(write_checkpoint(tmp_path / "float", CONFIG, TENSORS))
-    config = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
-    tensors = {name: t for name, t in TENSORS.items() if has_head or not name.startswith("mtp.")}
-    if has_head:
-        tensors[FC] = tensors[FC].to(torch.float8_e4m3fn)
+    config = {**CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    tensors = {name: tensor for name, tensor in TENSORS.items() if name != FC}
+    tensors[FC.replace("weight", "qweight")] = torch.zeros(16, 64, dtype=torch.int32)
     base = write_checkpoint(tmp_path / "base", config, tensors)
-    with pytest.raises(UnsupportedQuantizationError, match="fp8"):
+    with pytest.raises(UnsupportedQuantizationError, match="gptq") as caught:
         export(head, base, out)
+    assert "dtype=torch.bfloat16" in caught.value.remedy
+    assert [str(problem) for problem in caught.value.problems] == ["mtp.fc.qweight: I32 [16, 64]"]
     assert not out.exists()
 
 

@@ -586,7 +586,7 @@ def test_the_report_ends_with_its_notices(tmp_path: Path) -> None:
 def test_a_plan_is_made_from_headers_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mtp_zoo.loader.TensorReader, "read_into", refuse_to_build)
     index = CheckpointIndex.open(base)
-    head, plan = mtp_zoo.loader.plan_head(index, Resolution(HeadSite(FAMILY), 1, tuple(CANONICAL)))
+    head, plan, _ = mtp_zoo.loader.plan_head(index, Resolution(HeadSite(FAMILY), 1, tuple(CANONICAL)))
     assert plan.natives == tuple(sorted(CANONICAL))
     assert all(value.is_meta for value in head.weights().values())
 

@@ -1,4 +1,5 @@
-"""Quantised heads are refused by the name of their scheme; a float head inside a quantised checkpoint is not one."""
+"""Heads that are quantised otherwise than as FP8 are refused by the name of their scheme; a float head inside a quantised
+checkpoint is none of them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mtp_zoo.loader
-from mtp_zoo.errors import HeadMismatchError, UnsupportedQuantizationError
+from mtp_zoo.errors import ScaleMismatchError, UnsupportedQuantizationError
 from mtp_zoo.loader import load_head
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.quantization import scheme_name
@@ -46,7 +47,7 @@ def int4_head() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("tensors", "settings", "scheme", "count"),
     [
-        (fp8_head(), FP8, "fp8 e4m3", 7),
+        (fp8_head(), {"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt FP8", 7),
         (int4_head(), INT4, "compressed-tensors pack-quantized", 21),
         (fp8_head(), None, "a scheme that config.json does not name", 7),
     ],
@@ -82,7 +83,7 @@ def test_a_float_head_inside_a_quantised_checkpoint_loads(tmp_path: Path) -> Non
 
 def test_scales_that_were_left_beside_float_weights_are_not_overlooked(tmp_path: Path) -> None:
     tensors = {**TENSORS, "mtp.fc.weight_scale_inv": torch.ones(1, 1, dtype=torch.bfloat16)}
-    with pytest.raises(HeadMismatchError, match=r"unexpected: mtp\.fc\.weight_scale_inv"):
+    with pytest.raises(ScaleMismatchError, match=r"mtp\.fc\.weight_scale_inv in model\.safetensors: a scale beside"):
         load_head(write_checkpoint(tmp_path, tiny_config(), tensors))
 
 
