@@ -53,11 +53,11 @@ def _capability(_module: Module) -> None:
 
 def _cache_dtype(module: Module) -> None:
     @stand_in
-    def _dsa_kv_cache_dtype_default(_arguments: Any) -> dict[str, Any]:
+    def cache_in_model_dtype(_arguments: Any) -> dict[str, Any]:
         """Sparse attention's KV cache has the model's dtype, where SGLang would choose BF16 or FP8."""
         return {}
 
-    module._dsa_kv_cache_dtype_default = _dsa_kv_cache_dtype_default
+    module._dsa_kv_cache_dtype_default = cache_in_model_dtype
 
 
 def _last_rows(module: Module) -> None:
