@@ -62,6 +62,12 @@ DEMO_DTYPES: Mapping[Engine, Dtype] = {"vllm": "bfloat16", "sglang": "float32"}
 """vLLM's gated delta net runs on a CPU in BF16 only."""
 
 
+IN_FULL = "qwen3_5"
+"""The family for which every head is run with every number of drafts. Counting is the same for all families."""
+DRAFTS: Mapping[str, tuple[int, ...]] = {TRAINED: (1, 3), UNTOUCHED: (3,), ORACLE: (3,)}
+"""Head -> drafts a step, for the others."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServedCheckpoint:
     """One exported checkpoint, and what is generated with it.
@@ -133,11 +139,20 @@ def _trained(case: ConformanceCase, folder: Path, seed: int) -> tuple[ServedChec
     mz.export(head, base=base, out=first)
     mz.export(mz.load_head(first, family=case.family), base=first, out=again)
     prompts = _windows(language(text["vocab_size"], STREAM_TOKENS, seed=seed)[LENGTH:], PROMPT_LENGTHS)
-    return (
-        ServedCheckpoint(head=TRAINED, path=first, plain=TRAINED, prompts=prompts, dtypes=FP32, not_run=_not_run(case)),
-        ServedCheckpoint(
-            head=UNTOUCHED, path=again, plain=TRAINED, prompts=prompts, dtypes=FP32, not_run=_not_run(case)
-        ),
+    return _served(case, TRAINED, first, prompts), _served(case, UNTOUCHED, again, prompts, plain=TRAINED)
+
+
+def _served(
+    case: ConformanceCase, head: str, path: Path, prompts: tuple[tuple[int, ...], ...], *, plain: str | None = None
+) -> ServedCheckpoint:
+    return ServedCheckpoint(
+        head=head,
+        path=path,
+        plain=plain or head,
+        prompts=prompts,
+        dtypes=FP32,
+        drafts=(1, 2, 3) if case.family == IN_FULL else DRAFTS[head],
+        not_run=_not_run(case),
     )
 
 
@@ -155,8 +170,7 @@ def _oracle(case: ConformanceCase, folder: Path, seed: int) -> ServedCheckpoint:
         make_oracle(head, case)
     mz.export(head, base=base, out=folder / "oracle")
     prompts = _windows(torch.randint(text["vocab_size"], (STREAM_TOKENS,), generator=generator), PROMPT_LENGTHS)
-    out = folder / "oracle"
-    return ServedCheckpoint(head=ORACLE, path=out, plain=ORACLE, prompts=prompts, dtypes=FP32, not_run=_not_run(case))
+    return _served(case, ORACLE, folder / "oracle", prompts)
 
 
 def make_oracle(head: DraftHead, case: ConformanceCase) -> None:

@@ -95,20 +95,15 @@ def copied_shapes(text: Mapping[str, Any]) -> Shapes:
     return dict.fromkeys(COPIES, (text["vocab_size"], text["hidden_size"]))
 
 
-NORM_SPREAD = 2.0
-"""Norm weights scatter this many times as far about one as other vectors: the state before the last norm must not be mistaken
-for the one behind it, which the next step norms again."""
-
 BIAS_SPREAD = 1.5
-"""The same for the router's bias: it must turn the choice of experts often, and not always."""
+"""The router's bias scatters this many times as far as other vectors: it must turn the choice of experts often, and not
+always."""
 
 
 def finish(name: str, value: Tensor) -> Tensor:
     """Random values as a released checkpoint of the line stores them."""
     if name.endswith("e_score_correction_bias"):
         return BIAS_SPREAD * (value - 1.0)  # drawn about one; FP32, as everywhere
-    if "norm" in name and not name.endswith("bias"):
-        return in_bf16(name, 1.0 + NORM_SPREAD * (value - 1.0))
     return in_bf16(name, value)
 
 
