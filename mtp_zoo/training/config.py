@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from mtp_zoo.errors import SettingsError
+from mtp_zoo.groups import GROUPS, Group
 from mtp_zoo.training.problems import describe_problems
 
 REMEDY = "Mend the listed fields; docs/quickstart.md shows a whole configuration."
@@ -216,11 +217,23 @@ class TrainConfig(Section):
     init: Literal["checkpoint", "random"] = Field(
         default="checkpoint", description="Start from the checkpoint's head, or from random weights."
     )
+    trainable: list[Group] = Field(
+        default=list(GROUPS),
+        description="Groups of the head's tensors that are trained; the others stay as they are. Routers' correction biases "
+        "and indexers of sparse attention belong to none.",
+    )
     engine: Literal["vllm", "sglang"] | None = Field(
         default=None,
         description="The engine that will serve, for families on whose conventions engines differ; none takes the family's "
         "training default.",
     )
+
+    @field_validator("trainable")
+    @classmethod
+    def _some_group(cls, value: list[Group]) -> list[Group]:
+        if not value:
+            raise ValueError(f"expected at least one of {', '.join(GROUPS)}, got none")
+        return value
 
     @field_validator("run_dir")
     @classmethod

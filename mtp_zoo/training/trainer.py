@@ -190,6 +190,7 @@ class Trainer:
             init=config.init,
             engine=config.engine,
             seed=config.seed,
+            trainable=config.trainable,
         )
         freeze_unused(head, config.objective.depths)
         if config.gradient_checkpointing:

@@ -16,6 +16,7 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType
 
 from mtp_zoo.errors import DataError, MTPZooError, ObjectiveError, OutputExistsError, ResumeError, SettingsError
+from mtp_zoo.groups import group_of
 from mtp_zoo.loader import load_head
 from mtp_zoo.training import trainer as trainer_module
 from mtp_zoo.training.trainer import Trainer, train
@@ -277,6 +278,23 @@ def test_only_the_head_is_trained(make_config: MakeConfig) -> None:
     size = sum(p.numel() for p in trainer.head.parameters())
     held = [t for state in trainer.optimizer.state.values() for t in state.values() if t.ndim]
     assert sum(t.numel() for t in held) == 2 * size
+
+
+def test_the_groups_that_are_asked_for_are_trained_and_the_others_come_out_as_they_went_in(
+    make_config: MakeConfig, base: Path
+) -> None:
+    run = make_config(trainable=["fusion", "norms"], optimizer__weight_decay=0.1, optimizer__lr=0.1)
+    train(run)
+    before, after = load_head(base).weights(), load_head(run.out).weights()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if group_of(name) in ("fusion", "norms")}
+
+
+def test_groups_that_the_head_lacks_are_refused_before_anything_is_written(make_config: MakeConfig) -> None:
+    run = make_config(trainable=["experts"])
+    with pytest.raises(SettingsError, match=r"expected groups of \['fusion', 'attention', 'mlp', 'norms'\]"):
+        Trainer(run)
+    assert not run.run_dir.exists()
 
 
 def test_small_rates_move_the_master_weights_of_a_bf16_head(make_config: MakeConfig) -> None:
