@@ -48,7 +48,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], names: I
     """Equal bytes, so that NaNs and signed zeros count."""
     return all(
         left[name].dtype == right[name].dtype
-        and torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8))
+        and torch.equal(left[name].reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8))
         for name in names
     )
 

@@ -15,8 +15,9 @@ from tests.stored_forms import Form, Tensors, head_of, make, site_of
 
 E4M3 = torch.float8_e4m3fn
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 FLOAT_PARTS = ("eh_proj.weight", "mtp.fc.weight", "norm.weight", "mlp.gate.weight", "shared_expert_gate.weight")
-"""Ends of the names of what published FP8 heads keep as floats; copies of the target's matrices are floats too."""
+"""Ends of the names of what published FP8 heads keep as floats, beside copies of the target's matrices."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ STORAGES = (
 
 def quantized_names(family: str, tensors: Mapping[str, Tensor]) -> list[str]:
     """The matrices of a head that published FP8 checkpoints quantise."""
-    outside = ("embed_tokens.weight", "shared_head.head.weight", *FLOAT_PARTS)
+    outside = (*COPIES, *FLOAT_PARTS, "_scale", "_scale_inv")
     return [n for n in head_of(family, tensors) if tensors[n].ndim > 1 and not n.endswith(outside)]
 
 
