@@ -15,6 +15,7 @@ from torch import Tensor
 from mtp_zoo.errors import HeadMismatchError
 from mtp_zoo.spec import Engine
 from mtp_zoo_conformance import ours
+from mtp_zoo_conformance.case import Twin
 from mtp_zoo_conformance.cases import list_cases
 from mtp_zoo_conformance.prepared import Prepared
 from mtp_zoo_conformance.tiers import module
@@ -146,6 +147,27 @@ def test_a_target_that_cannot_run_leaves_the_tap_unjudged(answered: Prepared) ->
     assert job["run_target"] is False
     cells, _ = module.judge(prepared, "vllm", record(answered, "vllm"))
     assert [(cell.verdict, cell.expected) for cell in cells if cell.reason == "BF16 only"] == [("not_judged", True)]
+
+
+def test_what_an_engine_cannot_judge_is_a_cell_and_its_twin_is_in_the_job(answered: Prepared) -> None:
+    made = Twin(config={"model_type": "x"}, without_fields=("y",), without_tensors=(), words="opened as x")
+    view = dataclasses.replace(answered.case.engines["vllm"], twin=made, unjudged={"indexer": "needs a GPU"})
+    case = dataclasses.replace(answered.case, engines={**answered.case.engines, "vllm": view})
+    prepared = dataclasses.replace(answered, case=case)
+    jobs = {engine: module.job(prepared, engine, limit=1) for engine in ENGINES}
+    assert jobs["vllm"] is not None
+    assert jobs["sglang"] is not None
+    assert jobs["vllm"]["twin"] == {
+        "config": {"model_type": "x"},
+        "without_fields": ("y",),
+        "without_tensors": (),
+        "words": "opened as x",
+    }
+    assert jobs["sglang"]["twin"] is None
+    cells, _ = module.judge(prepared, "vllm", record(answered, "vllm"))
+    unjudged = [(cell.stage, cell.verdict, cell.reason, cell.expected) for cell in cells if cell.verdict != "pass"]
+    assert unjudged == [("indexer", "not_judged", "needs a GPU", True)]
+    assert all(cell.stage != "indexer" for cell in module.judge(prepared, "sglang", record(answered, "sglang"))[0])
 
 
 def test_every_case_names_stages_that_both_sides_have() -> None:
