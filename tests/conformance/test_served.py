@@ -161,6 +161,27 @@ def test_the_demo_is_served_as_it_was_exported_on_text_of_its_kind(
 
 
 @pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"])
+def test_a_target_with_dense_and_sparse_layers_is_silenced_whole(family: str, tmp_path: Path) -> None:
+    """And its router's bias is stored: an oracle of a case that forgot an output would still pass on, layer by layer."""
+    oracle = {one.head: one for one in served.build(get_case(family), tmp_path)}["oracle"]
+    files = {entry.file for entry in CheckpointIndex.open(oracle.path).entries.values()}
+    tensors = {name: value for file in files for name, value in load_file(oracle.path / file).items()}
+    layers = {f"model.layers.{number}." for number in range(3)}
+    outputs = {name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))}
+    assert {name[: len("model.layers.0.")] for name in outputs} == layers
+    assert {name for name in outputs if tensors[name].any()} == set()
+    assert {f"{layer}mlp.gate.e_score_correction_bias" for layer in layers if "0" not in layer} <= set(tensors)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_only_one_family_is_run_with_every_number_of_drafts(tmp_path: Path) -> None:
+    full, short = (served.build(get_case(family), tmp_path / family) for family in ("qwen3_5", "glm4_moe"))
+    assert {one.head: one.drafts for one in full} == dict.fromkeys(("trained", "untouched", "oracle"), (1, 2, 3))
+    assert {one.head: one.drafts for one in short} == {"trained": (1, 3), "untouched": (3,), "oracle": (3,)}
+
+
+@pytest.mark.usefixtures("hurried")
 def test_wrong_output_projections_are_named(tmp_path: Path) -> None:
     case = dataclasses.replace(get_case(FAMILY), output_projections=("self_attn.out.weight",))
     with pytest.raises(ConformanceError, match=r"expected one of \['self_attn.out.weight'\] in layer 0 of the target"):
