@@ -42,6 +42,7 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/bytes_read.py
 	$(BIN)/python benchmarks/chain_rollout.py
 	$(BIN)/python benchmarks/chunked_loss.py
+	$(BIN)/python benchmarks/fp8_error.py
 	$(BIN)/python benchmarks/demo_seeds.py
 
 $(STAMP): pyproject.toml constraints/dev.txt

@@ -77,7 +77,8 @@ class HeadSpec:
         zero_first_embedding: whether the embedding input of position 0 is zeroed.
         private_embedding: what engines do with an embedding stored inside the head.
         private_head: what engines do with an lm_head stored inside the head.
-        always_float: canonical head names (suffixes) that are never stored quantised.
+        always_float: canonical head names (suffixes) that are never stored quantised: an export into an FP8 base writes
+            them as floats.
 
     Raises:
         FamilyDefinitionError: a field holds a value outside its literal set.
