@@ -270,7 +270,8 @@ class DraftHead(nn.Module):
         Raises:
             ContextLimitError: some position lies beyond the context for which the block's attention is exact.
         """
-        self._check_context(position_ids)
+        if self.factory.context_limit is not None:  # elsewhere no device is asked for a number
+            self.check_context(int(position_ids.max()) + 1)
         module = self.depths[(depth - 1) % self.num_depths]
         assert isinstance(module, DraftDepth)
         like = next(module.eh_proj.parameters())
@@ -280,14 +281,19 @@ class DraftHead(nn.Module):
             return cast("DepthState", checkpoint(self._run, *arguments, use_reentrant=False, **attention))
         return self._run(*arguments, **attention)
 
-    def _check_context(self, position_ids: Tensor) -> None:
+    def check_context(self, tokens: int) -> None:
+        """Refuse a context, drafts included, for which the block's attention is not exact; to know before a long run.
+
+        Raises:
+            ContextLimitError: it is longer than that.
+        """
         limit = self.factory.context_limit
-        if limit is None or int(position_ids.max()) < limit:
+        if limit is None or tokens <= limit:
             return
         raise ContextLimitError(
             f"Running the {self.family.name} head: expected a context of at most {limit} tokens "
-            f"('{self.family.block.context_field}'), got position {int(position_ids.max())}. Its attention here is dense, and "
-            "engines attend to the tokens that an indexer picks: the same up to there, not beyond.",
+            f"('{self.family.block.context_field}'), got {tokens}. Its attention here is dense, and engines attend to the "
+            "tokens that an indexer picks: the same up to there, not beyond.",
             remedy=f"Cut or split documents so that, with the drafted depths, none is longer than {limit} tokens.",
         )
 

@@ -192,6 +192,7 @@ class Trainer:
             seed=config.seed,
             trainable=config.trainable,
         )
+        head.check_context(config.data.max_length + config.objective.depths - 1)
         freeze_unused(head, config.objective.depths)
         if config.gradient_checkpointing:
             head.gradient_checkpointing_enable()

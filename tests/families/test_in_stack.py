@@ -209,7 +209,7 @@ def test_a_rollout_beyond_index_topk_is_refused(family: str, length: int, depths
     if fits:
         assert len(head(tokens, hidden, depths=depths)) == depths
         return
-    with pytest.raises(ContextLimitError, match=r"at most 16 tokens \('index_topk'\), got position 16"):
+    with pytest.raises(ContextLimitError, match=r"at most 16 tokens \('index_topk'\), got 17"):
         head(tokens, hidden, depths=depths)
 
 
@@ -228,7 +228,7 @@ def test_drafting_beyond_index_topk_is_refused(family: str) -> None:
     cache = DynamicCache(config=head.factory.config)
     hidden = torch.randn(1, 16, head.hidden_size)
     state = head.draft_step(torch.randint(512, (1, 16)), hidden, torch.arange(16)[None], cache=cache)
-    with pytest.raises(ContextLimitError, match="got position 16"):
+    with pytest.raises(ContextLimitError, match="got 17"):
         head.draft_step(torch.tensor([[3]]), state.recycled[:, -1:], torch.tensor([[16]]), cache=cache, depth=2)
 
 

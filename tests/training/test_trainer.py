@@ -15,14 +15,24 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType
 
-from mtp_zoo.errors import DataError, MTPZooError, ObjectiveError, OutputExistsError, ResumeError, SettingsError
+from mtp_zoo.errors import (
+    ContextLimitError,
+    DataError,
+    MTPZooError,
+    ObjectiveError,
+    OutputExistsError,
+    ResumeError,
+    SettingsError,
+)
 from mtp_zoo.groups import group_of
 from mtp_zoo.loader import load_head
 from mtp_zoo.training import trainer as trainer_module
 from mtp_zoo.training.trainer import Trainer, train
+from mtp_zoo_conformance.cases import get_case
+from mtp_zoo_conformance.prepared import prepare
 from tests.tiny import tiny_config, tiny_tensors, write_checkpoint
 from tests.training.conftest import MakeConfig
-from tests.training.words import save_tokenizer
+from tests.training.words import CHATML, save_tokenizer
 
 SUM_ORDER = 2e-6
 """Largest relative difference of a gradient whose fp32 terms are added in another order; seen: under 5e-7."""
@@ -320,6 +330,18 @@ def test_recomputed_activations_give_the_same_gradient(make_config: MakeConfig) 
     trainer.head.depths[0].block.register_forward_hook(lambda *_: calls.append(1))
     assert difference(gradients(trainer), plain) < SUM_ORDER
     assert len(calls) == 2 * 3  # each of three depths once forward and once again in the backward pass
+
+
+def test_rows_longer_than_sparse_attention_is_dense_for_are_refused_before_the_first_step(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """511 tokens and two more positions for the deeper drafts are one more than `index_topk`."""
+    case = get_case("glm_moe_dsa")
+    base = prepare(case, case.variants[0], tmp_path / "base").checkpoint
+    save_tokenizer(base, CHATML, vocab_size=case.variants[0].config["vocab_size"])
+    with pytest.raises(ContextLimitError, match=r"at most 512 tokens .*got 513"):
+        Trainer(make_config(model=str(base), data__max_length=511, objective__depths=3))
+    Trainer(make_config(model=str(base), data__max_length=510, objective__depths=3))
 
 
 def test_evaluation_is_an_average_over_tokens_and_leaves_training_alone(make_config: MakeConfig, texts: Path) -> None:
