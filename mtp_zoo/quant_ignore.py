@@ -147,7 +147,8 @@ class Method:
     """How one quantisation method lists what it leaves alone.
 
     Attributes:
-        keys: where the list may stand in the config; the first that holds something is what engines read.
+        keys: where the list may stand in the config; the first that holds something is what engines read. In a config.json,
+            vLLM reads modelopt's list under the first of its keys only.
         matches: whether an engine finds a module of that name in the list.
         entries: what to add for these modules.
         first: whether an added entry has to stand in front, because the first that matches decides.
@@ -160,9 +161,10 @@ class Method:
     first: bool = False
     inferred: tuple[Engine, ...] = ()
 
-    def listed(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
-        """The list that engines read."""
-        for key in self.keys:
+    def listed(self, settings: Mapping[str, Any], engine: Engine | None = None) -> tuple[str, ...]:
+        """The list that an engine reads, or, for None, the list that there is."""
+        alone = engine == "vllm" and self.matches is _modelopt and "quant_method" in settings
+        for key in self.keys[:1] if alone else self.keys:
             if found := settings.get(key):
                 return tuple(str(entry) for entry in found)
         return ()
@@ -287,7 +289,6 @@ def quantized_by(settings: Mapping[str, Any], head: HeadModules, *, strict: bool
     method = method_of(settings)
     if method is None:
         return {}
-    entries = method.listed(settings)
     return {
         engine: [
             one.name
@@ -296,7 +297,7 @@ def quantized_by(settings: Mapping[str, Any], head: HeadModules, *, strict: bool
             and not method.leaves_float(entries, one, engine, by_any_name=not strict)
         ]
         for engine in head.reachable
-        if strict or entries or engine not in method.inferred
+        if (entries := method.listed(settings, engine)) or strict or engine not in method.inferred
     }
 
 

@@ -113,7 +113,8 @@ def complete(settings: dict[str, Any], head: HeadModules, trunk: Sequence[str] =
     listed = method.listed(settings)
     entries = [*method.entries(head), *(trunk if method.inferred and not listed else ())]
     usual = "ignore" if "ignore" in method.keys and not nested else method.keys[-1]
-    for key in [key for key in method.keys if key in settings] or [usual]:
+    present = [key for key in method.keys if key in settings]
+    for key in dict.fromkeys([*present, usual]) if usual == "ignore" else present or [usual]:
         settings[key] = _extended(settings.get(key), listed, entries, method)
     layers = settings.get("quantized_layers")
     if isinstance(layers, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,17 +50,12 @@ def encoded_like(value: Tensor, base: QuantizedTensor, reader: TensorReader) -> 
     """
     weight, scale = reader.read(base.weight), reader.read(base.scale)
     # A head that was loaded as BF16 and trained in FP32 holds what BF16 had kept of the decoded numbers.
-    for dtypes in dict.fromkeys([(value.dtype,), (torch.bfloat16, value.dtype)]):
-        if _same_bits(_decoded(weight, scale, base, dtypes), value):
+    for dtype in dict.fromkeys([value.dtype, torch.bfloat16]):
+        if _same_bits(decode(weight, scale, base.scheme, dtype=dtype, what=_what(base)).to(value.dtype), value):
             return Encoded(weight, scale, kept=True)
     shape = tuple(scale.shape)
     fresh = encode(value, base.scheme, scale_dtype=base.scale.dtype, scale_shape=shape, what=_what(base))
     return Encoded(*fresh, kept=False)
-
-
-def _decoded(weight: Tensor, scale: Tensor, base: QuantizedTensor, dtypes: Sequence[torch.dtype]) -> Tensor:
-    value = decode(weight, scale, base.scheme, dtype=dtypes[0], what=_what(base))
-    return value.to(dtypes[-1])
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:

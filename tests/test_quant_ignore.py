@@ -175,7 +175,7 @@ MLP = [f"{MTP}mlp.{name}_proj" for name in ("gate", "up", "down")]
         ("compressed-tensors", "ignore", ["re:^mtp.*"], []),
         ("compressed-tensors", "ignore", ["re:.*self_attn.*", "re:.*mlp.*"], ["mtp.fc"]),
         ("modelopt", "ignore", ["mtp*", "mtp.layers.0*"], []),
-        ("modelopt", "exclude_modules", ["mtp*"], []),
+        ("modelopt", "exclude_modules", ["mtp*"], ASKED["qwen3_5", "vllm"]),
         ("modelopt", "ignore", [f"{MTP}*"], ["mtp.fc"]),
         ("awq", "modules_to_not_convert", ["mtp"], []),
         ("gptq", "dynamic", {r"-:.*mtp.*": {}}, []),
@@ -195,6 +195,16 @@ def test_the_two_engines_read_a_short_entry_differently() -> None:
     found = quantized_by(settings, head_of("qwen3_5"))
     assert found["sglang"] == []
     assert len(found["vllm"]) == 5
+
+
+def test_the_older_key_of_modelopt_is_heard_in_its_own_file_and_by_sglang() -> None:
+    listed = {"quant_algo": "NVFP4", "exclude_modules": ["mtp*"]}
+    head = head_of("qwen3_5")
+    assert quantized_by(listed, head) == {"vllm": [], "sglang": []}
+    flat = {"quant_method": "modelopt", **listed}
+    assert quantized_by(flat, head)["sglang"] == []
+    assert complete(flat, head)
+    assert flat["exclude_modules"] == flat["ignore"] == ["mtp*", "mtp.*"]
 
 
 def test_a_config_that_is_not_aimed_at_the_head_needs_no_list() -> None:
