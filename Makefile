@@ -40,6 +40,7 @@ docs: $(STAMP)
 
 benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/bytes_read.py
+	$(BIN)/python benchmarks/load_memory.py
 	$(BIN)/python benchmarks/chain_rollout.py
 	$(BIN)/python benchmarks/chunked_loss.py
 	$(BIN)/python benchmarks/fp8_error.py
