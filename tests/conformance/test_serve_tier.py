@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,16 @@ def test_what_an_engine_cannot_run_is_not_judged_as_expected() -> None:
         ("demo", "all", "no kernel", True)
     ]
     assert {row.head for row in rows} == {"trained"}
+
+
+def test_what_an_engine_cannot_judge_is_said_once_for_all_heads() -> None:
+    view = dataclasses.replace(CASE.engines["vllm"], unjudged={"indexer": "needs a GPU"})
+    made = serving(FakeLibrary(), checkpoint(), checkpoint("untouched", plain="trained"))
+    made.case = dataclasses.replace(CASE, engines={**CASE.engines, "vllm": view})
+    cells, _ = serve.judge(made, "vllm", answers(made, "vllm"))
+    assert [(c.variant, c.stage, c.reason, c.expected) for c in cells if c.verdict != "pass"] == [
+        ("all", "indexer", "needs a GPU", True)
+    ]
 
 
 def test_no_environment_is_one_cell_that_says_how_to_get_one() -> None:

@@ -107,6 +107,8 @@ def judge(
         for checkpoint in serving.checkpoints
         if engine in checkpoint.not_run
     ]
+    unjudged = serving.case.engines[engine].unjudged
+    cells += [_not_judged(serving, engine, ALL, why, stage=part, expected=True) for part, why in unjudged.items()]
     rows: list[ServedHead] = []
     plain: dict[str, list[list[int]]] = {}
     for checkpoint, k in runs(serving, engine):
@@ -120,14 +122,16 @@ def judge(
     return cells, rows
 
 
-def _not_judged(serving: Serving, engine: Engine, variant: str, reason: str, *, expected: bool) -> Cell:
+def _not_judged(
+    serving: Serving, engine: Engine, variant: str, reason: str, *, expected: bool, stage: str = ALL
+) -> Cell:
     return Cell(
         family=serving.case.family,
         variant=variant,
         engine=engine,
         engine_version="",
         tier="serve",
-        stage=ALL,
+        stage=stage,
         verdict="not_judged",
         reason=reason,
         expected=expected,
