@@ -21,10 +21,10 @@ DRAFTS = "drafts"
 ROLLOUT_STAGE = "rollout"
 
 FP32: Mapping[str, Tolerance] = {
-    "vllm": Tolerance("fp32_vllm", 1e-4, "25 times the largest difference that was seen (4e-6), on logits up to 4"),
-    "sglang": Tolerance("fp32_sglang", 1e-5, "8 times the largest difference that was seen (1.2e-6)"),
+    "vllm": Tolerance("fp32_vllm", 1e-4, "20 times the largest difference that was seen (4.8e-6), on states up to 6"),
+    "sglang": Tolerance("fp32_sglang", 1e-5, "twice the largest difference that was seen (5.4e-6)"),
     "reference": Tolerance("fp32_reference", 2e-5, "sums of a few hundred FP32 products in another order"),
-    "transformers": Tolerance("fp32_transformers", 1e-5, "twice the largest difference that was seen (5.1e-6)"),
+    "transformers": Tolerance("fp32_transformers", 1e-5, "twice the largest difference that was seen (4.9e-6)"),
 }
 """Largest difference of two FP32 runs, by judge."""
 
