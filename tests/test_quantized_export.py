@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 import mtp_zoo as mz
 from mtp_zoo import fp8
 from mtp_zoo.checkpoint import CheckpointIndex
+from mtp_zoo.cli import app
 from mtp_zoo.errors import ExportError, VerificationError
 from mtp_zoo.exporter import check_export
 from mtp_zoo.keymap import to_native
@@ -424,3 +426,14 @@ def test_a_head_that_sglang_names_as_trunk_layers_is_reported_with_the_way_to_se
     _, report = reread(write_checkpoint(tmp_path / "base", config, tensors), tmp_path / "out")
     (notice,) = report.notices
     assert "--speculative-draft-model-quantization unquant" in notice
+
+
+def test_the_command_stores_floats_and_prints_what_to_know(tmp_path: Path) -> None:
+    config, tensors = make_fp8(plain_form("qwen3_next"), BLOCKS)
+    base = write_checkpoint(tmp_path / "base", config, tensors)
+    result = CliRunner().invoke(app, ["export", str(base), str(tmp_path / "out"), "--dtype", "bf16"])
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1].startswith(
+        "notice: sglang builds this head under names of the trunk's layers"
+    )
+    assert stored(tmp_path / "out").keys() == decoded(tensors, BLOCKS).keys()
