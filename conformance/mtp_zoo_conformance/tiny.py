@@ -5,6 +5,7 @@ Weights are far from trivial: a norm weight of exactly one, or a bias of zero, w
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping
@@ -46,7 +47,8 @@ def target_tensors(case: ConformanceCase, variant: Variant, folder: Path, *, see
 def target_model(name: str, text_config: Mapping[str, Any], *, seed: int) -> Any:
     """A transformers causal language model with random weights, FP32."""
     cls = getattr(transformers, name)
-    config = cls.config_class(**{key: value for key, value in text_config.items() if key != "architectures"})
+    fields = copy.deepcopy({key: value for key, value in text_config.items() if key != "architectures"})
+    config = cls.config_class(**fields)  # writes into the RoPE settings that it is given
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = cls._from_config(config, dtype=torch.float32).eval().requires_grad_(False)
