@@ -26,7 +26,7 @@ from mtp_zoo.export_check import check_output
 from mtp_zoo.export_form import head_form, quantized_base
 from mtp_zoo.export_plan import PROVENANCE_NAME, ExportPlan, ShardPlan, plan_export
 from mtp_zoo.index_file import encode_index
-from mtp_zoo.keymap import to_native
+from mtp_zoo.keymap import native_tensors
 from mtp_zoo.loader import key_map
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.overlay import Overlay, refuse_existing, staging
@@ -214,22 +214,14 @@ def _refuse_unprintable(facts: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _native_tensors(plan: ExportPlan, head: DraftHead) -> Iterator[tuple[str, torch.Tensor]]:
-    """The native tensors one rule at a time, on the CPU, in the head's own dtypes."""
-    weights = head.state_dict()
-    for binding in plan.bindings:
-        natives = to_native([binding], weights)
-        for name in binding.natives:
-            yield name, natives.pop(name).cpu()
-
-
 def _stored_tensors(
     plan: ExportPlan, head: DraftHead, index: CheckpointIndex, kept: set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors as they are stored, in the order of the plan; `kept` gets the names of those in the base's own bytes."""
     reader = TensorReader(index)
     dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.head}
-    for name, value in _native_tensors(plan, head):
+    for name, native in native_tensors(plan.bindings, head.state_dict()):
+        value = native.cpu()
         base = plan.form.quantized.get(name)
         if base is None:
             yield name, value.to(dtypes[name])

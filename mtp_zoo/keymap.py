@@ -8,7 +8,7 @@ there is no second table that could disagree, and load -> export is bit-exact by
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -33,6 +33,7 @@ __all__ = [
     "Stack",
     "TensorInfo",
     "claims",
+    "native_tensors",
     "to_head",
     "to_native",
 ]
@@ -240,23 +241,31 @@ def _mixed_dtypes(entries: Mapping[str, TensorInfo], bindings: Sequence[Binding]
 
 
 def to_native(bindings: Iterable[Binding], head: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The native tensors of a head, in its own dtypes.
+    """The native tensors of a head, in its own dtypes."""
+    return dict(native_tensors(bindings, head))
 
-    Whole and sliced tensors come back as contiguous copies, so they can be written without aliasing the head.
+
+def native_tensors(bindings: Iterable[Binding], head: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The native tensors of a head one by one, in its own dtypes.
+
+    Whole and sliced tensors come as contiguous copies, so they can be written without aliasing the head; no more than one
+    copy is made at a time, however large the tensor is in which a head holds its experts.
     """
     import torch
 
-    out: dict[str, torch.Tensor] = {}
     for binding in bindings:
+        parts: dict[str, list[Move]] = {}
         for move in binding.moves:
-            source = head[move.head].detach()[move.head_index]
-            if not move.native_index:
-                out[move.native] = source.clone(memory_format=torch.contiguous_format)
+            parts.setdefault(move.native, []).append(move)
+        for native, moves in parts.items():
+            sources = [head[move.head].detach()[move.head_index] for move in moves]
+            if not moves[0].native_index:
+                yield native, sources[0].clone(memory_format=torch.contiguous_format)
                 continue
-            if move.native not in out:
-                out[move.native] = source.new_empty(binding.natives[move.native])
-            out[move.native][move.native_index] = source
-    return out
+            whole = sources[0].new_empty(binding.natives[native])
+            for move, source in zip(moves, sources, strict=True):
+                whole[move.native_index] = source
+            yield native, whole
 
 
 def to_head(bindings: Iterable[Binding], native: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_zoo.errors import FamilyDefinitionError, HeadMismatchError
-from mtp_zoo.keymap import KeyMap, Move, Rename, Rule, Skip, Split, Stack, claims, to_head, to_native
+from mtp_zoo.keymap import KeyMap, Move, Rename, Rule, Skip, Split, Stack, claims, native_tensors, to_head, to_native
 from mtp_zoo.registry import Family, list_families
 from mtp_zoo.site import HeadSite
+from tests.allocations import PeakBytes
 from tests.key_maps import STORED, Case, Info, bits, cases, random_bits, same_bits
 
 GATE, UP = "mtp.experts.{e}.gate_proj.weight", "mtp.experts.{e}.up_proj.weight"
@@ -391,3 +392,16 @@ def test_no_two_rules_of_a_family_claim_one_name(family: Family) -> None:
         for name in names_of(rule):
             assert [other for other in family.rules if claims(other, name)] == [rule]
             assert HeadSite(family, 61 if family.in_stack else 0).in_scope(name)
+
+
+def test_experts_are_taken_out_of_their_stack_one_at_a_time() -> None:
+    """A stack of experts is most of a head: an export must not hold it twice."""
+    experts, rows = 64, 128
+    bindings = KeyMap((PER_EXPERT,), {"gate_up_proj": (experts, 2 * rows, 64)}).layout()
+    head = {"gate_up_proj": torch.zeros(experts, 2 * rows, 64)}
+    one = rows * 64 * 4
+    with PeakBytes() as memory:
+        for _name, value in native_tensors(bindings, head):
+            assert value.nbytes == one
+            del value
+    assert memory.peak <= head["gate_up_proj"].nbytes + 2 * one

@@ -61,8 +61,8 @@ def test_light_commands_import_no_torch(arguments: list[str]) -> None:
 
 
 def test_list_shows_the_conventions_of_every_family() -> None:
-    families = data(run("list", "--json"))["families"]
-    assert families[0] == {
+    families = {row["name"]: row for row in data(run("list", "--json"))["families"]}
+    assert families["qwen3_5"] == {
         "name": "qwen3_5",
         "model_types": ["qwen3_5", "qwen3_5_text"],
         "depth_policy": "recycled",
@@ -70,8 +70,13 @@ def test_list_shows_the_conventions_of_every_family() -> None:
         "recycle": "post_norm",
         "fuse_order": "embed_hidden",
         "norm_weight": "zero_centered",
+        "engines": {"vllm": "Qwen3_5MTP", "sglang": "Qwen3_5ForCausalLMMTP"},
     }
-    assert "qwen3_5_text" in run("list").stdout
+    assert families["glm4_moe"]["recycle"] == {"vllm": "pre_norm", "sglang": "post_norm", "train": "post_norm"}
+    shown = run("list").stdout
+    assert all(
+        name in shown for name in (*families, "qwen3_5_text", "vllm: pre_norm", "sglang: Glm4MoeForCausalLMNextN")
+    )
 
 
 def test_inspect_of_a_whole_head(checkpoint: Path) -> None:
