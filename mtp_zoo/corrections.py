@@ -13,10 +13,24 @@ def latent_norm_eps(layer: Any, config: Any) -> None:
     transformers builds them with its class default, 1e-6; vLLM 0.32.0 and SGLang 0.5.23 (models/deepseek_v2.py in both) with
     `rms_norm_eps`, which is 1e-5 in GLM-4.7-Flash and GLM-5.
     """
+    attention = getattr(layer, "self_attn", None)
     for name in LATENT_NORMS:
-        norm = getattr(layer.self_attn, name, None)
+        norm = getattr(attention, name, None)
         if norm is not None:
             norm.variance_epsilon = config.rms_norm_eps
+
+
+def correct_target(target: Any) -> None:
+    """Let a whole transformers model norm its latents as the engines that will serve it do, see `latent_norm_eps`.
+
+    Otherwise the states that a head is trained on are not quite those that it will be handed: on tiny checkpoints of
+    GLM-4.7-Flash's and GLM-5's kind they lie 5e-5 apart. Models without latent attention are left as they are.
+    """
+    from mtp_zoo.shared import language_model
+
+    model = language_model(target)
+    for layer in model.layers:
+        latent_norm_eps(layer, model.config)
 
 
 def dense_attention(layer: Any, config: Any) -> None:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import mtp_zoo as mz
-from mtp_zoo.corrections import latent_norm_eps
 from mtp_zoo.head import DepthState, DraftHead
 from mtp_zoo.registry import get_family
 from mtp_zoo.rollout import run_rollout, slot_positions
-from mtp_zoo.shared import language_model, load_shared
+from mtp_zoo.shared import load_shared
 from mtp_zoo.spec import Engine
 from mtp_zoo.training.target import load_target
 from mtp_zoo_conformance.case import ConformanceCase
@@ -139,15 +138,8 @@ def _rolled_out(head: DraftHead, requests: Requests, drafts: Tensor) -> dict[str
 
 @torch.no_grad()
 def tap(head: DraftHead, checkpoint: Path, requests: Requests, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[slots, hidden]: states of transformers' own target at the head's tap, FP32.
-
-    Its latents are normed with the config's epsilon, as both engines do and as our head does: with transformers' own the state
-    moves by some 1e-5, and the stage would judge that instead of the tap.
-    """
+    """[slots, hidden]: states of transformers' own target at the head's tap, FP32."""
     target = load_target(checkpoint, dtype=dtype)
-    if latent_norm_eps in head.family.block.corrections:
-        for layer in language_model(target).layers:
-            latent_norm_eps(layer, target.config)
     states = [
         mz.target_states(target, mz.TokenBatch.all_tokens(requests.target_ids[None, span]), head.spec)[0]
         for span in requests.spans

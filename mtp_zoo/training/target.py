@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mtp_zoo.corrections import correct_target
 from mtp_zoo.errors import DataError
 from mtp_zoo.shared import SharedTensors
 from mtp_zoo.training.data import Rows
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
 
 
 def load_target(root: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """The causal language model of a checkpoint directory, in eval mode, with every parameter frozen."""
+    """The causal language model of a checkpoint directory, in eval mode, with every parameter frozen.
+
+    It computes what engines compute, see `mtp_zoo.corrections.correct_target`.
+    """
     from transformers import AutoModelForCausalLM
 
     target: Any = AutoModelForCausalLM.from_pretrained(root, dtype=dtype, local_files_only=True)
+    correct_target(target)
     return target.to(device).eval().requires_grad_(False)
 
 

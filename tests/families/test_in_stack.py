@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,9 @@ from mtp_zoo.head import DraftHead
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.registry import get_family
 from mtp_zoo.shared import SharedTensors
+from mtp_zoo.training.target import load_target
 from mtp_zoo_conformance.cases import get_case
-from mtp_zoo_conformance.tiny import randomised
+from mtp_zoo_conformance.tiny import randomised, write_checkpoint
 from tests.stored_forms import FAMILIES, IN_STACK
 
 FP32_ROUNDING = 1e-5
@@ -166,6 +168,17 @@ def test_latent_norms_use_the_epsilon_of_the_config(family: str, eps: float) -> 
         expected = x * norm.weight.double() / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
         with torch.no_grad():
             torch.testing.assert_close(norm(x.float()).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_a_target_that_is_loaded_to_train_with_norms_its_latents_alike(family: str, tmp_path: Path) -> None:
+    """Else a head would be trained on other states than it is served."""
+    case = get_case(family)
+    variant = dataclasses.replace(case.variants[0], config={**case.variants[0].config, "rms_norm_eps": 1e-4})
+    target = load_target(write_checkpoint(case, variant, tmp_path), dtype=torch.float32)
+    found = {name: module.variance_epsilon for name, module in target.named_modules() if name.endswith(LATENT_NORMS)}
+    assert len(found) == 2 * target.config.num_hidden_layers
+    assert set(found.values()) == {1e-4}
 
 
 @pytest.mark.parametrize("family", IN_STACK)
