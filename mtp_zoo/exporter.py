@@ -300,6 +300,8 @@ def _provenance(plan: ExportPlan, head: DraftHead, digests: Mapping[str, str], f
         "mtp_zoo": __version__,
         "family": head.family.name,
         "depths": head.num_depths,
+        "conventions": head.spec.describe(),
+        "engine": head.engine,
         "head_bytes": sum(tensor.nbytes for tensor in plan.head),
         **facts,
         "tensors": {

@@ -319,7 +319,8 @@ def _new_head(
     device: torch.device | str,
     seed: int,
 ) -> DraftHead:
-    """A head with random weights; an export stores it in the dtype of most of the trunk."""
+    """A head with random weights; an export stores it in the dtype of most of the trunk, and buffers (the router's bias) in
+    their own, as releases do."""
     declared = index.config.count(family.count_field) if family.count_field else None
     site = find_site(family, index.names, index.config)
     with torch.random.fork_rng(devices=[]):
@@ -342,7 +343,8 @@ def _new_head(
         bytes_read=index.header_bytes,
     )
     dtypes = {
-        name: stored if head.rounds(name) else stored_dtype(value.dtype) for name, value in head.weights().items()
+        name: stored if isinstance(value, nn.Parameter) else stored_dtype(value.dtype)
+        for name, value in head.weights().items()
     }
     head.origin = Origin(index.root, bindings, dtypes)
     return head

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from mtp_zoo.errors import FamilyDefinitionError
 
@@ -105,6 +105,18 @@ class HeadSpec:
             raise FamilyDefinitionError(
                 "HeadSpec holds values outside their sets.", remedy="Use one of the listed values.", problems=wrong
             )
+
+    def describe(self) -> dict[str, Any]:
+        """Every convention by name; where engines differ, a mapping by engine (for `--json` output and provenance)."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: value.describe()
+            if isinstance(value, PerEngine)
+            else list(value)
+            if isinstance(value, tuple)
+            else value
+            for name, value in values.items()
+        }
 
     def _stated(self) -> Iterator[tuple[str, object, tuple[object, ...]]]:
         """Every convention with its value and the values that exist, engine by engine where engines may differ."""

@@ -279,7 +279,14 @@ def test_provenance_names_the_base_and_the_hash_of_every_head_tensor(base: Path,
     content = json.loads((out / "mtp_zoo.json").read_text())
     written = stored(out)
     assert content["training"] == {"steps": 3, "loss": 0.5}
-    assert (content["family"], content["depths"]) == ("qwen3_5", 1)
+    assert (content["family"], content["depths"], content["engine"]) == ("qwen3_5", 1, None)
+    told = ("hidden_tap", "fuse_order", "recycle", "norm_weight")
+    assert [content["conventions"][name] for name in told] == [
+        "post_norm",
+        "embed_hidden",
+        "post_norm",
+        "zero_centered",
+    ]
     assert content["base"] == {"source": str(base), "path": str(base), "revision": None}
     assert content["head_bytes"] == sum(written[name].nbytes for name in HEAD)
     assert content["tensors"] == {

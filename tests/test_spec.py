@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 
 from mtp_zoo.errors import FamilyDefinitionError
+from mtp_zoo.registry import get_family
 from mtp_zoo.spec import HeadSpec, PerEngine
 
 FIELDS: dict[str, Any] = {
@@ -91,3 +93,11 @@ def test_an_engines_own_convention_is_read_by_its_name() -> None:
 def test_a_convention_is_described_by_engine_only_where_engines_differ() -> None:
     assert PerEngine.same("post_norm").describe() == "post_norm"
     assert PerEngine(vllm=True, sglang=False, train=False).describe() == {"vllm": True, "sglang": False, "train": False}
+
+
+def test_a_spec_is_described_whole_and_by_engine_where_they_differ() -> None:
+    told = get_family("glm4_moe").spec.describe()
+    assert list(told) == [field.name for field in dataclasses.fields(HeadSpec)]
+    assert told["recycle"] == {"vllm": "pre_norm", "sglang": "post_norm", "train": "post_norm"}
+    assert told["hidden_tap"] == "post_norm"
+    assert json.loads(json.dumps(told)) == told
