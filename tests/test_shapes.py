@@ -32,7 +32,7 @@ def test_every_module_that_declares_shapes_is_hooked_and_others_are_not() -> Non
     [
         (Float[Tensor, "batch seq"], True),
         (Int[Tensor, "batch seq"] | None, True),
-        (dict[str, Float[Tensor, "hidden"]], True),
+        (dict[str, Float[Tensor, "hidden"]], True),  # noqa: F821
         (Tensor, False),
         (str | None, False),
     ],

@@ -54,6 +54,28 @@ def test_a_short_answer_is_an_error() -> None:
         counts.check_length([1, 2, 3], 4, {"finish_reason": {"type": "length", "length": 3}})
 
 
+class Streams:
+    """An engine whose answers come as the given lengths of the stream, one answer after the other."""
+
+    def __init__(self, *answers: list[int], histogram: tuple[int, ...]) -> None:
+        self.left, self.meta = list(answers), meta(*histogram)
+
+    def generate(self, *, input_ids: list[int], sampling_params: dict[str, Any], stream: bool) -> Any:
+        for length in self.left.pop(0) if len(self.left) > 1 else self.left[0]:
+            yield {"output_ids": list(range(length)), "meta_info": {**self.meta, "completion_tokens": length}}
+
+
+def test_a_stream_that_joins_two_steps_is_asked_for_again() -> None:
+    engine = Streams([1, 4, 8], [1, 4, 8], [1, 3, 4, 8], histogram=(1, 1, 0, 1))
+    answer = counts.ask(engine, [5, 6], 8, 3)
+    assert (answer.tokens, answer.accepted) == (list(range(8)), [1, 0, 3])
+
+
+def test_streams_that_never_show_every_step_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="joined verify steps in each of 40 attempts"):
+        counts.ask(Streams([1, 4, 8], histogram=(1, 1, 0, 1)), [5, 6], 8, 3)
+
+
 def test_counters_add_up_over_prompts() -> None:
     answers = [counts.Answer([], [], meta(1, 2, 0, 1)), counts.Answer([], [], meta(0, 1)), counts.Answer([], [], {})]
     assert counts.counters(answers, 3) == {

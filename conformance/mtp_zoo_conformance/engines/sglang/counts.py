@@ -20,6 +20,10 @@ from typing import Any
 
 from job_server import CountingError
 
+ATTEMPTS = 40
+"""How often a prompt is asked until its stream shows every step. On a busy machine most streams join some; an attempt takes
+about a second."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -34,6 +38,30 @@ class Answer:
     tokens: list[int]
     accepted: list[int]
     meta: dict[str, Any]
+
+
+def ask(engine: Any, prompt: list[int], new_tokens: int, drafts: int) -> Answer:
+    """Greedy tokens behind a prompt of a `sglang.Engine`, followed step by step.
+
+    A chunk of the stream may hold two steps where this process was slow to read; then the prompt is asked once more.
+
+    Raises:
+        RuntimeError: SGLang gave fewer tokens than were asked for.
+        CountingError: no attempt could be followed, or the stream contradicts SGLang's own counters.
+    """
+    sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    for _ in range(ATTEMPTS):
+        lengths, chunk = [], {}
+        for chunk in engine.generate(input_ids=prompt, sampling_params=sampling, stream=True):
+            lengths.append(chunk["meta_info"]["completion_tokens"])  # the list of tokens itself grows on
+        tokens, meta = list(chunk["output_ids"]), chunk["meta_info"]
+        check_length(tokens, new_tokens, meta)
+        if not drafts:
+            return Answer(tokens, [], meta)
+        whole = len(lengths) == 1 + meta.get("spec_verify_ct", 0)  # the prefill, and every verify step
+        if whole and len(set(lengths)) == len(lengths):
+            return Answer(tokens, accepted_drafts(lengths, meta), meta)
+    raise CountingError(f"the stream joined verify steps in each of {ATTEMPTS} attempts")
 
 
 def accepted_drafts(lengths: Sequence[int], meta: dict[str, Any]) -> list[int]:

@@ -13,16 +13,13 @@ from typing import Any
 import sglang
 import shim
 from batches import PAGE
-from counts import Answer, accepted_drafts, check_length, counters
+from counts import ask, counters
 from settings import Job, keep_logs, logged, on_cpu, server_arguments, settings_in_words
 
 CPU_BACKEND = "intel_amx"
 """SGLang's only attention backend on a CPU that verifies drafts."""
 
 FORKED = "SGLang's processes are forked from one that has imported it, not spawned"
-
-ATTEMPTS = 5
-"""How often a prompt is asked until its stream shows every step."""
 
 
 def run_generate(job: Job) -> dict[str, Any]:
@@ -62,27 +59,3 @@ def opened(arguments: dict[str, Any]) -> Iterator[sglang.Engine]:
         yield engine
     finally:
         engine.shutdown()
-
-
-def ask(engine: sglang.Engine, prompt: list[int], new_tokens: int, drafts: int) -> Answer:
-    """Greedy tokens behind a prompt, followed step by step.
-
-    A chunk of the stream may hold two steps where this process was slow to read; then the prompt is asked once more.
-
-    Raises:
-        RuntimeError: SGLang gave fewer tokens than were asked for.
-        CountingError: no attempt could be followed, or the stream contradicts SGLang's own counters.
-    """
-    sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    for _ in range(ATTEMPTS):
-        lengths, chunk = [], {}
-        for chunk in engine.generate(input_ids=prompt, sampling_params=sampling, stream=True):
-            lengths.append(chunk["meta_info"]["completion_tokens"])  # the list of tokens itself grows on
-        tokens, meta = list(chunk["output_ids"]), chunk["meta_info"]
-        check_length(tokens, new_tokens, meta)
-        if not drafts:
-            return Answer(tokens, [], meta)
-        whole = len(lengths) == 1 + meta.get("spec_verify_ct", 0)  # the prefill, and every verify step
-        if whole and len(set(lengths)) == len(lengths):
-            return Answer(tokens, accepted_drafts(lengths, meta), meta)
-    raise CountingError(f"the stream joined verify steps in each of {ATTEMPTS} attempts")
