@@ -19,6 +19,7 @@ from pathlib import Path
 from mtp_zoo.registry import list_families
 from mtp_zoo_conformance import tables
 from mtp_zoo_conformance.record import Record
+from mtp_zoo_conformance.tiers.module import ALL
 from mtp_zoo_conformance.report import markdown, markdown_table
 
 ROOT = Path(__file__).parents[1]
@@ -95,10 +96,12 @@ def parity(record: Record, family: str, judge: str) -> str:
     flips = [flip for flip in record.sensitivity if (flip.family, flip.engine) == (family, judge)]
     if flips:
         words += f", {sum(flip.caught for flip in flips)} of {len(flips)} flips caught"
-    served = [group.verdict.partition(",")[0] for group in tables.groups(cells) if group.tier == "serve"]
+    parts = {cell.stage for cell in cells if cell.tier == "serve" and cell.variant == ALL and cell.expected}
+    runs = [group for group in tables.groups(cells) if group.tier == "serve" and not (parts and group.variant == ALL)]
+    served = [group.verdict.partition(",")[0] for group in runs]
     if served:
         words += f", {served.count('pass')} of {len(served)} served runs"
-    return words
+    return words + "".join(f", {part} not judged" for part in sorted(parts))
 
 
 if __name__ == "__main__":
