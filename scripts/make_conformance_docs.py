@@ -19,8 +19,8 @@ from pathlib import Path
 from mtp_zoo.registry import list_families
 from mtp_zoo_conformance import tables
 from mtp_zoo_conformance.record import Record
-from mtp_zoo_conformance.tiers.module import ALL
 from mtp_zoo_conformance.report import markdown, markdown_table
+from mtp_zoo_conformance.tiers.module import ALL
 
 ROOT = Path(__file__).parents[1]
 RECORD = "docs/conformance.json"
