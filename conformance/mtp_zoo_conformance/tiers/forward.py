@@ -12,13 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import modeling_layers
 
+from mtp_zoo.corrections import LATENT_NORMS
 from mtp_zoo_conformance.inputs import Requests
 from mtp_zoo_conformance.prepared import Prepared
 from mtp_zoo_conformance.record import Cell, FlipResult
 from mtp_zoo_conformance.reference.chain import run_chain
 from mtp_zoo_conformance.tiers.judged import Judge, judge_outputs, judged
-
-LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 
 
 def judge(prepared: Prepared) -> tuple[list[Cell], list[FlipResult]]:
