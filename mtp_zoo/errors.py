@@ -25,6 +25,7 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     │   └── NotAttachedError              the head was run without the target's embedding and lm_head
     ├── BatchError                        a TokenBatch that breaks the mask contract
     ├── ObjectiveError                    an objective that can't be computed as asked
+    ├── ParallelError                     a batch or a head that can't be cut over ranks as asked
     ├── AcceptanceError                   prompts or settings the draft/verify loop can't run
     ├── DataError
     │   ├── EmptyDatasetError             no rows, or nothing in them to learn
@@ -149,6 +150,10 @@ class BatchError(MTPZooError):
 
 class ObjectiveError(MTPZooError):
     """An objective that can't be computed as asked."""
+
+
+class ParallelError(MTPZooError):
+    """A batch or a head that can't be cut over ranks, or used while it is cut, as asked."""
 
 
 class AcceptanceError(MTPZooError):
