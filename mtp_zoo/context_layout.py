@@ -59,7 +59,7 @@ def pad_documents(tokens: TokenBatch, multiple: int) -> TokenBatch:
     def laid_out(name: str, value: Tensor | None) -> Tensor | None:
         if value is None:
             return None
-        return torch.where(source < 0, PADDING if name == "doc_ids" else 0, pick(value, source.clamp(min=0)))
+        return pick(value, source.clamp(min=0)).masked_fill(source < 0, PADDING if name == "doc_ids" else 0)
 
     laid = {f.name: laid_out(f.name, getattr(tokens, f.name)) for f in fields(TokenBatch)}
     return TokenBatch(**cast("dict[str, Any]", laid))
