@@ -20,8 +20,8 @@ from measure import measure
 from mtp_zoo.batch import TokenBatch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests import test_rollout
 from tests.dense_chain import dense_chain
+from tests.drafting import drafting_loop, packed_batch, random_hidden, stacked
 from tests.heads import tiny_head
 
 WIDTH = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -29,12 +29,12 @@ WIDTH = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
 
 def difference() -> float:
     """Largest difference of any state from a loop that drafts token by token with a KV cache."""
-    head, tokens = tiny_head(), test_rollout.packed_batch()
-    hidden = test_rollout.random_hidden(tokens)
+    head, tokens = tiny_head(), packed_batch()
+    hidden = random_hidden(tokens)
     real = tokens.doc_ids >= 0
     with torch.no_grad():
-        lean = test_rollout.stacked(head(tokens, hidden, depths=4))[:, real]
-    return float((lean - test_rollout.drafting_loop(head, tokens, hidden, 4)[:, real]).abs().max())
+        lean = stacked(head(tokens, hidden, depths=4))[:, real]
+    return float((lean - drafting_loop(head, tokens, hidden, 4)[:, real]).abs().max())
 
 
 def inputs(length: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtp_zoo.blocks import BlockSource
 from mtp_zoo.head import DraftHead
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.registry import get_family
@@ -18,9 +19,18 @@ from tests.tiny import text_config, tiny_config
 VOCAB, HIDDEN = 128, 64
 
 
-def tiny_head(*, depths: int = 1, seed: int = 0, spec: dict[str, Any] | None = None, **config: Any) -> DraftHead:
-    """An attached FP32 head with random, non-trivial weights; `spec` flips conventions of the family."""
+def tiny_head(
+    *,
+    depths: int = 1,
+    seed: int = 0,
+    spec: dict[str, Any] | None = None,
+    block: BlockSource | None = None,
+    **config: Any,
+) -> DraftHead:
+    """An attached FP32 head with random, non-trivial weights; `spec` flips conventions of the family, `block` its layer."""
     family = get_family("qwen3_5")
+    if block:
+        family = dataclasses.replace(family, block=block)
     if spec:
         family = dataclasses.replace(family, spec=dataclasses.replace(family.spec, **spec))
     head = DraftHead(family, ModelConfig(tiny_config(**config), Path("tiny/config.json")), depths=depths)

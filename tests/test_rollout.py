@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mtp_zoo import chain_attention
+from mtp_zoo import prefix_attention
 from mtp_zoo.batch import PADDING, TokenBatch
 from mtp_zoo.errors import ObjectiveError
-from mtp_zoo.head import DraftHead
 from mtp_zoo.rollout import default_rollout, slot_positions
 from mtp_zoo.spec import PerEngine
 from tests.dense_chain import dense_chain
+from tests.drafting import drafting_loop, packed_batch, random_hidden, stacked
 from tests.heads import HIDDEN, VOCAB, tiny_head
 
 FP32_LOOP = 1e-5
@@ -28,48 +28,6 @@ BF16_RATIO = 2.0
 """The lean chain may be at most this much further from FP32 than the dense one in the same precision."""
 
 
-def packed_batch() -> TokenBatch:
-    """Two documents in a row, one with padding behind, one with padding in front, and one token alone."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, VOCAB, (4, 12), generator=generator)
-    doc_ids = torch.tensor([[0] * 7 + [1] * 5, [0] * 9 + [-1] * 3, [-1] * 4 + [0] * 8, [0] + [1] * 11])
-    positions = torch.tensor([[*range(7), *range(5)], [*range(9), 0, 0, 0], [0] * 4 + [*range(8)], [0, *range(11)]])
-    return TokenBatch(ids, doc_ids != PADDING, doc_ids, positions)
-
-
-def random_hidden(tokens: TokenBatch, seed: int = 5) -> Tensor:
-    return torch.randn(*tokens.shape, HIDDEN, generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def drafting_loop(head: DraftHead, tokens: TokenBatch, hidden: Tensor, depths: int) -> Tensor:
-    """[depths, B, S, H]: prefill a cache up to every slot, then draft from it, as a server does."""
-    out = torch.zeros(depths, *tokens.shape, HIDDEN)
-    for b, t in (tokens.doc_ids != PADDING).nonzero().tolist():
-        start = int((tokens.doc_ids[b] == tokens.doc_ids[b, t]).nonzero()[0])
-        cache = DynamicCache(config=head.factory.config)
-        one = slice(t, t + 1)
-        until = slice(start, t + 1)
-        state = head.draft_step(
-            tokens.slots(1).input_ids[b : b + 1, until],
-            hidden[b : b + 1, until],
-            slot_positions(head, tokens.position_ids[b : b + 1, until], 1),
-            cache=cache,
-        )
-        out[0, b, t] = state.normed[0, -1]
-        recycled = state.recycled[:, -1:]
-        for depth in range(2, depths + 1):
-            ids = tokens.slots(depth).input_ids[b : b + 1, one]
-            positions = slot_positions(head, tokens.position_ids[b : b + 1, one], depth)
-            state = head.draft_step(ids, recycled, positions, cache=cache, depth=depth)
-            out[depth - 1, b, t], recycled = state.normed[0, 0], state.recycled
-    return out
-
-
-def stacked(states: list[Any]) -> Tensor:
-    return torch.stack([state.normed for state in states])
-
-
 @pytest.mark.parametrize("kernel", ["flash", "portable"])
 @pytest.mark.parametrize("position_rule", ["hidden", "token", "constant"])
 @pytest.mark.parametrize("recycle", ["post_norm", "pre_norm"])
@@ -77,8 +35,8 @@ def test_the_chain_equals_a_drafting_loop_with_a_cache(
     kernel: str, position_rule: str, recycle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel == "portable":
-        monkeypatch.setattr(chain_attention, "_has_cpu_flash", lambda query, value: False)
-        monkeypatch.setattr(chain_attention, "QUERY_BLOCK", 3)
+        monkeypatch.setattr(prefix_attention, "choose_kernel", lambda *_: "blocks")
+        monkeypatch.setattr(prefix_attention, "QUERY_BLOCK", 3)
     head = tiny_head(spec={"position_rule": position_rule, "recycle": PerEngine.same(recycle)})
     tokens = packed_batch()
     hidden = random_hidden(tokens)
@@ -115,8 +73,8 @@ def test_the_sequence_rollout_runs_every_depth_causally_at_the_targets_positions
 @pytest.mark.parametrize("kernel", ["flash", "portable"])
 def test_values_and_gradients_equal_the_dense_mask(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel == "portable":
-        monkeypatch.setattr(chain_attention, "_has_cpu_flash", lambda query, value: False)
-        monkeypatch.setattr(chain_attention, "QUERY_BLOCK", 5)
+        monkeypatch.setattr(prefix_attention, "choose_kernel", lambda *_: "blocks")
+        monkeypatch.setattr(prefix_attention, "QUERY_BLOCK", 5)
     head, tokens = tiny_head(), packed_batch()
     real = tokens.doc_ids != PADDING
     # A plain sum of squares behind a norm has almost no gradient; a random projection has.
