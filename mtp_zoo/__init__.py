@@ -12,6 +12,7 @@ from mtp_zoo.version import __version__
 
 if TYPE_CHECKING:
     from mtp_zoo.acceptance import AcceptanceReport, replay, speculate
+    from mtp_zoo.attacher import attach
     from mtp_zoo.batch import TokenBatch
     from mtp_zoo.checkpoint import CheckpointIndex
     from mtp_zoo.errors import MTPZooError
@@ -50,6 +51,7 @@ _HOME = {
     "Stack": "rules",
     "TokenBatch": "batch",
     "TrainConfig": "training.config",
+    "attach": "attacher",
     "export": "exporter",
     "get_family": "registry",
     "list_families": "registry",
@@ -87,6 +89,7 @@ __all__ = [
     "TokenBatch",
     "TrainConfig",
     "__version__",
+    "attach",
     "export",
     "get_family",
     "list_families",

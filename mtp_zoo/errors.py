@@ -26,6 +26,7 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     ├── BatchError                        a TokenBatch that breaks the mask contract
     ├── ObjectiveError                    an objective that can't be computed as asked
     ├── ParallelError                     a batch or a head that can't be cut over ranks as asked
+    ├── AttachError                       a model and a head that can't be trained together as asked
     ├── AcceptanceError                   prompts or settings the draft/verify loop can't run
     ├── DataError
     │   ├── EmptyDatasetError             no rows, or nothing in them to learn
@@ -154,6 +155,10 @@ class ObjectiveError(MTPZooError):
 
 class ParallelError(MTPZooError):
     """A batch or a head that can't be cut over ranks, or used while it is cut, as asked."""
+
+
+class AttachError(MTPZooError):
+    """A model and a head that can't be trained together as asked."""
 
 
 class AcceptanceError(MTPZooError):

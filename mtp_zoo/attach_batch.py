@@ -1,0 +1,97 @@
+"""The arguments of a causal language model's call as a TokenBatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mtp_zoo.batch import TokenBatch
+from mtp_zoo.errors import AttachError
+
+MEDIA = (
+    "pixel_values",
+    "pixel_values_videos",
+    "pixel_values_images",
+    "image_embeds",
+    "image_grid_thw",
+    "video_grid_thw",
+    "input_features",
+    "input_values",
+)
+"""Arguments that bring embeddings of something other than tokens."""
+
+PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index", "video_token_index")
+"""Config fields that name the tokens in whose place such embeddings stand."""
+
+LENGTHS = ("cu_seqlens", "cu_seq_lens_q")
+"""Arguments under which collators pass the bounds of packed documents."""
+
+
+def token_batch(call: Mapping[str, Any], mask: Tensor | None, config: Any) -> TokenBatch:
+    """The batch that a call describes.
+
+    Args:
+        call: the call's arguments by name.
+        mask: raw learn mask [batch, seq] that replaces the labels, or None.
+        config: the model's config; says which tokens are placeholders.
+
+    Raises:
+        AttachError: no token ids, images, labels that were shifted already, or rotary positions of several axes.
+        BatchError: masks, labels and layout that contradict each other.
+    """
+    _refuse(call, mask)
+    input_ids = cast("Tensor", call["input_ids"])
+    layout: dict[str, Any] = {
+        "position_ids": _positions(call.get("position_ids"), input_ids),
+        "cu_seqlens": next((call[name] for name in LENGTHS if call.get(name) is not None), None),
+        "placeholder_ids": placeholder_ids(config),
+    }
+    if layout["cu_seqlens"] is None and call.get("seq_idx") is not None:
+        layout["seq_idx"] = call["seq_idx"]
+    attention_mask = call.get("attention_mask")
+    if mask is not None:
+        return TokenBatch.from_mask(input_ids, mask, attention_mask, **layout)
+    return TokenBatch.from_labels(input_ids, call.get("labels"), attention_mask, **layout)
+
+
+def placeholder_ids(config: Any) -> tuple[int, ...]:
+    """Ids of the tokens that stand for embeddings of images, videos or sound."""
+    return tuple(value for name in PLACEHOLDERS if isinstance(value := getattr(config, name, None), int))
+
+
+def _refuse(call: Mapping[str, Any], mask: Tensor | None) -> None:
+    problems = [f"{name}: media are not supported" for name in MEDIA if call.get(name) is not None]
+    if call.get("input_ids") is None:
+        problems.append("input_ids: missing; the depths read the ids of later tokens, which inputs_embeds do not hold")
+    if mask is None and call.get("labels") is None:
+        problems.append("labels: missing, and no mtp_mask; pass labels [batch, seq], not shifted")
+    if call.get("shift_labels") is not None:
+        problems.append("shift_labels: pass labels, not shifted; a sequence that is split over ranks is not supported")
+    if problems:
+        raise AttachError(
+            "Computing the MTP loss of a call: it needs token ids and their labels, of text.",
+            remedy="Call the model with input_ids and labels; leave media to steps without labels.",
+            problems=problems,
+        )
+
+
+def _positions(position_ids: Tensor | None, input_ids: Tensor) -> Tensor | None:
+    """Positions [batch, seq]; those of several rotary axes, [3 or 4, batch, seq], are taken where all axes agree.
+
+    Example: [[[0, 1, 2]], [[0, 1, 2]], [[0, 1, 2]]] is [[0, 1, 2]].
+    """
+    if position_ids is None:
+        return None
+    if position_ids.ndim == 3:
+        first = position_ids[0]
+        if not torch.equal(position_ids, first.expand_as(position_ids)):
+            raise AttachError(
+                f"Computing the MTP loss of a call: position_ids {list(position_ids.shape)} differ between rotary axes, as "
+                "they do where images are; the head follows one axis.",
+                remedy="Leave images out, or position_ids: for text all axes are equal.",
+            )
+        position_ids = first
+    return position_ids.expand(input_ids.shape)

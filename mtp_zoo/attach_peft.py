@@ -1,0 +1,88 @@
+"""A joint model under adapters: they train in the trunk, the head trains whole beside them, and both are saved.
+
+peft_model.save_pretrained(place)                       adapter_model.safetensors and mtp_head.safetensors
+peft_model.merge_and_unload().save_pretrained(place)    a complete checkpoint, see `attach_save`
+mz.attach(peft_model, place)                            the head that was saved beside an adapter
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from mtp_zoo.attach_state import HEAD, bindings_of, canonical_tensors, whole
+from mtp_zoo.groups import GROUPS
+from mtp_zoo.head import DraftHead
+from mtp_zoo.keymap import to_native
+from mtp_zoo.loader import load_head
+
+HEAD_FILE = "mtp_head.safetensors"
+"""The head beside an adapter, under native names."""
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model inside a PEFT model; any other model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+class JointAdapter:
+    """What the class of a PEFT model has in front of its original, where its base is a joint model."""
+
+    def save_pretrained(
+        self: Any, save_directory: str | os.PathLike[str], *args: Any, is_main_process: bool = True, **options: Any
+    ) -> None:
+        """Write the adapter as PEFT does, and the head beside it."""
+        head = getattr(self.get_base_model(), HEAD)
+        tensors = {name: whole(value) for name, value in head.state_dict().items()}  # shards gather on every rank
+        super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        if is_main_process:
+            _save_head(head, tensors, Path(save_directory))
+
+    def load_adapter(self: Any, model_id: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        """Load an adapter as PEFT does, and the head where one lies beside it: what resuming a training calls."""
+        result = super().load_adapter(model_id, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        place = Path(model_id) / HEAD_FILE
+        if place.is_file():
+            head = getattr(self.get_base_model(), HEAD)
+            head.load_state_dict(canonical_tensors(head, load_file(place)))
+        return result
+
+
+@functools.cache
+def adapter_class(original: type) -> type:
+    """The class of a PEFT model around a joint model; one for each class, of the same name."""
+    own = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original)(original.__name__, (JointAdapter, original), own)
+
+
+def _save_head(head: DraftHead, tensors: dict[str, Any], folder: Path) -> None:
+    natives = {name: value.cpu() for name, value in to_native(bindings_of(head), tensors).items()}
+    partial = folder / f".{HEAD_FILE}.partial"
+    save_file(natives, partial, metadata={"format": "pt", "family": head.family.name, "depths": str(head.num_depths)})
+    os.replace(partial, folder / HEAD_FILE)
+
+
+def load_adapter_head(source: str | Path, base: str) -> DraftHead | None:
+    """The head that lies beside an adapter, in the dtypes of its file; None where there is none.
+
+    Args:
+        source: folder of the adapter.
+        base: the checkpoint of the model that the adapter is for.
+
+    Raises:
+        HeadMismatchError: the file does not hold one whole head for that model.
+    """
+    path = Path(source) / HEAD_FILE
+    if not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+    head = load_head(base, family=about["family"], init="random", depths=int(about["depths"]))
+    head.load_state_dict(canonical_tensors(head, load_file(path)), assign=True)
+    head.train_only(GROUPS)
+    return head
