@@ -21,11 +21,10 @@ The learn mask is raw: entry t says whether token t is to be learnt. It is never
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -33,13 +32,21 @@ from jaxtyping import Bool, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtp_zoo.document_sources import find_documents
+from mtp_zoo.documents import (
+    ACT,
+    PADDING,
+    Segment,
+    as_bool,
+    check_documents,
+    check_shape,
+    count_positions,
+    find_segments,
+)
 from mtp_zoo.errors import BatchError
 
 IGNORED = -100
 """Label value of a token that is not to be learnt."""
-
-PADDING = -1
-"""Document id of a slot that holds no token."""
 
 Document: TypeAlias = "tuple[Sequence[int] | NDArray[np.int32], Sequence[bool] | NDArray[np.bool_]]"
 """Token ids of one document, and which of them are to be learnt."""
@@ -60,23 +67,13 @@ class DepthSlots:
     gate: Bool[Tensor, "batch seq"]
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Slots `start:stop` of `rows`, in which attention is causal and closed to everything else."""
-
-    rows: tuple[int, ...]
-    start: int
-    stop: int
-
-
 def ahead(values: Shaped[Tensor, "batch seq *rest"], steps: int, fill: float) -> Shaped[Tensor, "batch seq *rest"]:
     """`out[:, t] = values[:, t + steps]`, and `fill` where `t + steps` is past the end.
 
     Example: `ahead([[5, 6, 7]], 1, fill=0)` is `[[6, 7, 0]]`; with `steps=3` or more all slots are `fill`.
     """
     out = torch.full_like(values, fill)
-    if steps < values.shape[1]:
-        out[:, : values.shape[1] - steps] = values[:, steps:]
+    out[:, : max(values.shape[1] - steps, 0)] = values[:, steps:]
     return out
 
 
@@ -103,19 +100,10 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         for name in ("input_ids", "learn_mask", "doc_ids", "position_ids"):
-            shape = getattr(self, name).shape
-            if len(shape) != 2 or shape != self.input_ids.shape:
-                raise BatchError(
-                    f"Building a TokenBatch: expected {name} [batch, seq] = {list(self.input_ids.shape)}, "
-                    f"got {list(shape)}.",
-                    remedy="Give one entry a token; trim look-ahead columns and expand 3-D or 4-D masks to [batch, seq].",
-                )
-        _check_documents(self.doc_ids)
+            check_shape(name, getattr(self, name), self.input_ids)
+        check_documents(self.doc_ids)
         if bool((self.learn_mask & (self.doc_ids == PADDING)).any()):
-            raise BatchError(
-                "Building a TokenBatch: learn_mask is set on padding.",
-                remedy="Clear learn_mask where attention_mask is 0.",
-            )
+            raise BatchError(f"{ACT}: learn_mask is set on padding.", remedy="Clear it where attention_mask is 0.")
 
     @classmethod
     def from_labels(
@@ -127,48 +115,45 @@ class TokenBatch:
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_padded: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         placeholder_ids: Sequence[int] = (),
     ) -> TokenBatch:
         """A batch whose labels are the tokens themselves, with `IGNORED` where a token is not to be learnt.
 
+        What says where documents lie is told apart at the top of `mtp_zoo/document_sources.py`; several at once must agree.
+
         Args:
             input_ids: [batch, seq].
-            labels: [batch, seq]; unshifted, as transformers' collators make them.
-            attention_mask: 1 on tokens, 0 on padding (left or right).
-            position_ids: the target's positions; where they do not rise by one, a document starts.
-            cu_seqlens: [documents + 1], for a single row: where each document's tokens start and end.
+            labels: [batch, seq]; unshifted, as transformers' collators make them. A label on padding is not learnt.
+            attention_mask: [batch, seq], 1 on tokens and 0 on padding (left or right).
+            position_ids: [batch, seq], the target's positions; unless another source tells documents apart, a position 0
+                starts one. [1, seq] goes for every row; of [4, batch, seq] the first are the text's, as in transformers.
+            cu_seqlens: [documents + 1], for a single row: where each document's tokens start and end. A document without
+                tokens is left out.
             cu_seqlens_padded: the same where documents are padded in place; then `cu_seqlens` counts tokens only.
+            seq_idx: [batch, seq], number of each token's document, rising along the row; less than 0 on padding, unless
+                another source marks that.
             placeholder_ids: token ids that stand for image or audio embeddings.
 
         Raises:
-            BatchError: no labels, labels that are shifted or of another shape, or a layout that contradicts itself.
+            BatchError: no labels, labels that are shifted or of another shape, a source that can be read in two ways, or
+                sources that contradict each other.
         """
         if labels is None:
             raise BatchError(
-                "Building a TokenBatch from labels: got none, so nothing says which tokens are to be learnt.",
+                f"{ACT} from labels: got none, so nothing says which tokens are to be learnt.",
                 remedy="Pass labels with -100 on prompts, or say TokenBatch.all_tokens(...) for plain text.",
             )
-        if labels.shape != input_ids.shape:
-            raise BatchError(
-                f"Building a TokenBatch: expected labels of shape {list(input_ids.shape)}, got {list(labels.shape)}.",
-                remedy="Give one label a token.",
-            )
-        learn = labels != IGNORED
-        shifted = (learn & (labels != input_ids)).nonzero()
-        if len(shifted):
-            row, slot = shifted[0].tolist()
-            raise BatchError(
-                f"Building a TokenBatch: expected labels to be -100 or the token itself, got {int(labels[row, slot])} for "
-                f"token {int(input_ids[row, slot])} at row {row}, slot {slot} ({len(shifted)} such slots).",
-                remedy="Pass unshifted labels; TokenBatch does every shift.",
-            )
+        check_shape("labels", labels, input_ids)
+        _check_unshifted(labels, input_ids)
         return cls.from_mask(
             input_ids,
-            learn,
+            labels != IGNORED,
             attention_mask,
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
             cu_seqlens_padded=cu_seqlens_padded,
+            seq_idx=seq_idx,
             placeholder_ids=placeholder_ids,
         )
 
@@ -182,24 +167,47 @@ class TokenBatch:
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_padded: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         placeholder_ids: Sequence[int] = (),
     ) -> TokenBatch:
         """A batch with an explicit learn mask; the other arguments are those of `from_labels`."""
-        real = (
-            torch.ones_like(input_ids, dtype=torch.bool)
-            if attention_mask is None
-            else _as_bool(attention_mask, input_ids)
+        doc_ids, positions = find_documents(
+            input_ids,
+            attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_padded=cu_seqlens_padded,
+            seq_idx=seq_idx,
         )
-        if cu_seqlens is not None:
-            doc_ids = _documents_from_lengths(cu_seqlens, cu_seqlens_padded, input_ids)
-            doc_ids = torch.where(real, doc_ids, PADDING)
-        elif position_ids is not None and position_ids.shape == input_ids.shape:
-            doc_ids = _documents_from_positions(position_ids, real)
-        else:
-            doc_ids = torch.where(real, 0, PADDING)
-        positions = _positions(doc_ids) if position_ids is None else position_ids
+        learn = as_bool("learn_mask", learn_mask, input_ids) & (doc_ids != PADDING)
         marks = torch.isin(input_ids, input_ids.new_tensor(placeholder_ids)) if len(placeholder_ids) else None
-        return cls(input_ids, _as_bool(learn_mask, input_ids) & (doc_ids != PADDING), doc_ids, positions, marks)
+        return cls(input_ids, learn, doc_ids, positions, marks)
+
+    @classmethod
+    def from_collated(cls, inputs: Mapping[str, Any], *, placeholder_ids: Sequence[int] = ()) -> TokenBatch:
+        """A batch from what a collator of transformers or TRL gives, padded or flattened, by its own names.
+
+        Reads `input_ids`, `labels`, `attention_mask`, `position_ids`, `seq_idx` and `cu_seq_lens_q` with
+        `cu_seq_lens_k`; what else is in there is for the model.
+
+        Raises:
+            BatchError: see `from_labels`; or keys that are cut in other places than queries.
+        """
+        bounds = [inputs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if inputs.get(name) is not None]
+        if not all(torch.equal(bounds[0], other) for other in bounds):
+            raise BatchError(
+                f"{ACT}: cu_seq_lens_q and cu_seq_lens_k differ: {[each.tolist() for each in bounds]}.",
+                remedy="Collate rows for training, in which a token's document is what it attends to.",
+            )
+        return cls.from_labels(
+            inputs["input_ids"],
+            inputs.get("labels"),
+            inputs.get("attention_mask"),
+            position_ids=inputs.get("position_ids"),
+            cu_seqlens=bounds[0] if bounds else None,
+            seq_idx=inputs.get("seq_idx"),
+            placeholder_ids=placeholder_ids,
+        )
 
     @classmethod
     def all_tokens(cls, input_ids: Tensor, attention_mask: Tensor | None = None) -> TokenBatch:
@@ -231,7 +239,7 @@ class TokenBatch:
                 learn[row, here] = torch.tensor(learnt, dtype=torch.bool)
                 doc_ids[row, here] = number
                 start += len(ids)
-        return cls(input_ids, learn, doc_ids, _positions(doc_ids))
+        return cls(input_ids, learn, doc_ids, count_positions(doc_ids))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -251,99 +259,42 @@ class TokenBatch:
         A slot counts iff `t + depth + 1` is in range and in the same document, the token there is to be learnt, and the
         token that enters is no placeholder. A depth keeps every slot it can use; deeper ones do not shorten shallow ones.
         """
-        same = (self.doc_ids == ahead(self.doc_ids, depth + 1, PADDING)) & (self.doc_ids != PADDING)
-        gate = same & ahead(self.learn_mask, depth + 1, False)
+        gate = self._learnt_ahead(depth + 1)
         if self.placeholders is not None:
             gate &= ~ahead(self.placeholders, depth, False)
         labels = torch.where(gate, ahead(self.input_ids, depth + 1, IGNORED), IGNORED)
         return DepthSlots(ahead(self.input_ids, depth, 0), labels, gate)
 
+    def ahead_states(self, hidden: Shaped[Tensor, "batch seq *rest"], steps: int) -> Shaped[Tensor, "batch seq *rest"]:
+        """The states `steps` slots ahead of every slot; zero past the end of the row."""
+        return ahead(hidden, steps, 0.0)
+
     def main_gate(self) -> Bool[Tensor, "batch seq"]:
         """Slots that the target's own next-token loss would count: token t+1 is learnt and of the same document."""
-        same = (self.doc_ids == ahead(self.doc_ids, 1, PADDING)) & (self.doc_ids != PADDING)
-        return same & ahead(self.learn_mask, 1, False)
+        return self._learnt_ahead(1)
+
+    def _learnt_ahead(self, steps: int) -> Tensor:
+        """Slots of a document whose token `steps` ahead is in the same one and to be learnt."""
+        same = (self.doc_ids == ahead(self.doc_ids, steps, PADDING)) & (self.doc_ids != PADDING)
+        return same & ahead(self.learn_mask, steps, False)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """The documents as stretches of slots; rows with the same stretch share one entry.
-
-        Padding behind a document belongs to its segment: no token can see it, and it keeps equal stretches equal.
-        Padding in front of a row's first document belongs to none.
-        """
-        before = torch.nn.functional.pad(self.doc_ids[:, :-1], (1, 0), value=PADDING)
-        starts = (self.doc_ids != PADDING) & (self.doc_ids != before)
-        bounds: dict[tuple[int, int], list[int]] = {}
-        for row, marks in enumerate(starts.cpu()):
-            first = marks.nonzero().flatten().tolist()
-            for start, stop in zip(first, [*first[1:], self.shape[1]], strict=False):  # a row may hold no document
-                bounds.setdefault((start, stop), []).append(row)
-        return tuple(Segment(tuple(rows), start, stop) for (start, stop), rows in bounds.items())
+        """The documents as stretches of slots; see `find_segments`."""
+        return find_segments(self.doc_ids)
 
 
-def _as_bool(mask: Tensor, like: Tensor) -> Tensor:
-    if mask.shape != like.shape:
-        raise BatchError(
-            f"Building a TokenBatch: expected a mask of shape {list(like.shape)}, got {list(mask.shape)}.",
-            remedy="Give one entry a token; trim look-ahead columns, and don't pass 3-D or 4-D attention masks.",
-        )
-    if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
-        raise BatchError(
-            f"Building a TokenBatch: expected a mask of 0 and 1, got values up to {mask.max().item()}.",
-            remedy="Pass document boundaries as cu_seqlens or position_ids.",
-        )
-    return mask.bool()
-
-
-def _check_documents(doc_ids: Tensor) -> None:
-    """Documents must rise along the row and be whole: no id may come back after another id or after padding."""
-    if doc_ids.numel() == 0:
+def _check_unshifted(labels: Tensor, input_ids: Tensor) -> None:
+    """Refuse labels that are not the token itself."""
+    learn = labels != IGNORED
+    other = (learn & (labels != input_ids)).nonzero()
+    if not len(other):
         return
-    highest = doc_ids.cummax(dim=1).values
-    before = torch.nn.functional.pad(doc_ids[:, :-1], (1, 0), value=PADDING)
-    rises = highest > torch.nn.functional.pad(highest[:, :-1], (1, 0), value=PADDING)
-    starts = (doc_ids != PADDING) & (doc_ids != before)
-    torn = (starts & ~rises).nonzero()
-    if len(torn):
-        row, slot = torn[0].tolist()
-        raise BatchError(
-            f"Building a TokenBatch: document {int(doc_ids[row, slot])} continues at row {row}, slot {slot} after padding "
-            "or another document.",
-            remedy="Lay each document's tokens side by side; attention_mask may be 0 only around them.",
-        )
-
-
-def _positions(doc_ids: Tensor) -> Tensor:
-    """0, 1, 2, ... within every document; 0 on padding."""
-    slots = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
-    before = torch.nn.functional.pad(doc_ids[:, :-1], (1, 0), value=PADDING - 1)
-    start = torch.where(doc_ids != before, slots, 0).cummax(dim=1).values
-    return torch.where(doc_ids != PADDING, slots - start, 0)
-
-
-def _documents_from_positions(position_ids: Tensor, real: Tensor) -> Tensor:
-    """A document starts at the first token and wherever the position is not the one before plus one."""
-    before = torch.nn.functional.pad(position_ids[:, :-1], (1, 0), value=-2)
-    before_real = torch.nn.functional.pad(real[:, :-1], (1, 0), value=False)
-    starts = real & ((position_ids != before + 1) | ~before_real)
-    return torch.where(real, starts.cumsum(dim=1) - 1, PADDING)
-
-
-def _documents_from_lengths(cu_seqlens: Tensor, cu_padded: Tensor | None, like: Tensor) -> Tensor:
-    """Document ids of one row from cumulative lengths.
-
-    Example: cu_seqlens [0, 3, 8], cu_padded [0, 4, 12] lay 3 tokens in slots 0-2 and 5 tokens in slots 4-8.
-    """
-    starts = (cu_seqlens if cu_padded is None else cu_padded).tolist()
-    lengths = cu_seqlens.diff().tolist()
-    room = [stop - start for start, stop in pairwise(starts)]
-    fits = len(room) == len(lengths) and all(0 < length <= space for length, space in zip(lengths, room, strict=True))
-    if like.shape[0] != 1 or not fits or starts[0] != 0 or starts[-1] > like.shape[1]:
-        raise BatchError(
-            f"Building a TokenBatch: cu_seqlens {cu_seqlens.tolist()} (padded: {None if cu_padded is None else starts}) do "
-            f"not lay out input_ids {list(like.shape)}.",
-            remedy="Give one row, starts at 0, rising bounds within the row, and no document longer than its room.",
-        )
-    doc_ids = torch.full_like(like, PADDING)
-    for number, (start, length) in enumerate(zip(starts, lengths, strict=False)):
-        doc_ids[0, start : start + length] = number
-    return doc_ids
+    row, slot = other[0].tolist()
+    following = bool((learn[:, :-1] <= (labels[:, :-1] == input_ids[:, 1:])).all())
+    raise BatchError(
+        f"{ACT}: expected labels to be -100 or the token itself, got {int(labels[row, slot])} for token "
+        f"{int(input_ids[row, slot])} at row {row}, slot {slot} ({len(other)} such slots); "
+        + ("every label is the next token, so they are shifted." if following else "nor are they the next tokens."),
+        remedy="Pass unshifted labels; TokenBatch does every shift.",
+    )

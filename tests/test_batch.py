@@ -58,7 +58,39 @@ def test_a_depth_keeps_every_slot_it_can_use() -> None:
 
 def test_an_all_masked_row_has_no_slot() -> None:
     tokens = TokenBatch.from_labels(row(1, 2, 3, 4), row(_, _, _, _))
-    assert not any(tokens.slots(depth).gate.any() for depth in (1, 2, 3))
+    for depth in (1, 2, 3):
+        assert table(tokens, depth)[1:] == ([_] * 4, [0] * 4)
+
+
+def test_a_row_beside_an_all_masked_one_keeps_its_slots() -> None:
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    tokens = TokenBatch.from_labels(ids, torch.tensor([[_] * 4, [_, _, 7, 8]]))
+    assert tokens.slots(1).labels.tolist() == [[_] * 4, [7, 8, _, _]]
+    assert tokens.slots(2).labels.tolist() == [[_] * 4, [8, _, _, _]]
+
+
+def test_packed_documents_of_length_one_have_no_slot_and_give_none() -> None:
+    one, three = [([1], [True])], [([2, 3, 4], [True] * 3)]
+    tokens = TokenBatch.from_rows([one + one + three + one])
+    assert tokens.doc_ids[0].tolist() == [0, 1, 2, 2, 2, 3]
+    assert tokens.position_ids[0].tolist() == [0, 0, 0, 1, 2, 0]
+    assert table(tokens, 1)[1:] == ([_, _, 4, _, _, _], [0, 0, 1, 0, 0, 0])
+    assert table(tokens, 2)[1:] == ([_] * 6, [0] * 6)
+    assert tokens.segments == (Segment((0,), 0, 1), Segment((0,), 1, 2), Segment((0,), 2, 5), Segment((0,), 5, 6))
+
+
+def test_the_first_answer_token_is_predicted_one_slot_earlier_by_every_depth() -> None:
+    ids = row(1, 2, 3, 4, 50, 60)
+    tokens = TokenBatch.from_labels(ids, row(_, _, _, _, 50, 60))
+    first = [int((tokens.slots(depth).labels[0] == 50).nonzero()) for depth in (1, 2, 3)]
+    assert first == [2, 1, 0]
+
+
+def test_the_targets_own_loss_counts_from_the_last_prompt_token_to_the_last_but_one() -> None:
+    tokens = TokenBatch.from_labels(row(1, 2, 3, 40, 50), row(_, _, _, 40, 50))
+    assert tokens.main_gate()[0].int().tolist() == [0, 0, 1, 1, 0]
+    packed = TokenBatch.from_rows([[([1, 2, 3], [True] * 3), ([4], [True])]], length=5)
+    assert packed.main_gate()[0].int().tolist() == [1, 1, 0, 0, 0]
 
 
 def test_left_padding_shifts_nothing() -> None:
@@ -75,20 +107,21 @@ def test_no_labels_are_not_all_labels() -> None:
 
 
 def test_labels_that_were_already_shifted_are_refused_with_the_place() -> None:
-    with pytest.raises(BatchError, match="got 3 for token 2 at row 0, slot 1"):
+    with pytest.raises(BatchError, match=r"got 3 for token 2 at row 0, slot 1 .* so they are shifted"):
         TokenBatch.from_labels(row(1, 2, 3, 4), row(_, 3, 4, _))
+
+
+@pytest.mark.parametrize("labels", [(_, 3, 5, _), (_, 2, 4, _), (1, 2, 3, 0)])
+def test_labels_of_other_tokens_are_not_called_shifted(labels: tuple[int, ...]) -> None:
+    with pytest.raises(BatchError, match="nor are they the next tokens"):
+        TokenBatch.from_labels(row(1, 2, 3, 4), row(*labels))
 
 
 @pytest.mark.parametrize("mask", [torch.ones(1, 5), torch.ones(1, 1, 3, 3), torch.ones(2, 3)])
 def test_masks_with_look_ahead_columns_or_more_axes_are_refused(mask: torch.Tensor) -> None:
     """https://github.com/PaddlePaddle/PaddleFleet/pull/1646"""
-    with pytest.raises(BatchError, match="expected a mask of shape"):
+    with pytest.raises(BatchError, match=r"expected attention_mask \[batch, seq\] = \[1, 3\], got"):
         TokenBatch.all_tokens(row(1, 2, 3), mask)
-
-
-def test_a_mask_of_document_numbers_is_refused() -> None:
-    with pytest.raises(BatchError, match="mask of 0 and 1"):
-        TokenBatch.all_tokens(row(1, 2, 3), row(1, 1, 2))
 
 
 def test_a_document_torn_by_padding_is_refused() -> None:
@@ -107,46 +140,11 @@ def test_learnt_padding_is_refused() -> None:
         TokenBatch(row(1, 2), torch.ones(1, 2, dtype=torch.bool), row(0, PADDING), row(0, 0))
 
 
-def test_padded_cumulative_lengths_lay_documents_out_with_gaps() -> None:
-    """https://github.com/NVIDIA/Megatron-LM/pull/4495"""
-    ids = torch.arange(16)[None]
-    tokens = TokenBatch.from_mask(
-        ids,
-        torch.ones_like(ids, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, 3, 8, 9]),
-        cu_seqlens_padded=torch.tensor([0, 4, 12, 16]),
-    )
-    assert tokens.doc_ids[0].tolist() == [0, 0, 0, -1, 1, 1, 1, 1, 1, -1, -1, -1, 2, -1, -1, -1]
-    assert table(tokens, 1)[1] == [2, _, _, _, 6, 7, 8, _, _, _, _, _, _, _, _, _]
-
-
-@pytest.mark.parametrize("bounds", [[0, 3, 7], [1, 3], [0, 2, 2], [0, 4, 3]])
-def test_cumulative_lengths_that_do_not_fit_the_row_are_refused(bounds: list[int]) -> None:
-    with pytest.raises(BatchError, match="do not lay out"):
-        TokenBatch.from_mask(row(1, 2, 3, 4), torch.ones(1, 4), cu_seqlens=torch.tensor(bounds))
-
-
-def test_documents_are_told_apart_by_positions_that_restart() -> None:
-    """https://github.com/pytorch/torchtitan/pull/3392"""
-    ids, learn = torch.arange(7)[None], torch.ones(1, 7)
-    by_position = TokenBatch.from_mask(ids, learn, position_ids=row(0, 1, 2, 0, 1, 2, 3))
-    by_length = TokenBatch.from_mask(ids, learn, cu_seqlens=torch.tensor([0, 3, 7]))
-    assert torch.equal(by_position.doc_ids, by_length.doc_ids)
-    assert torch.equal(by_position.position_ids, by_length.position_ids)
-
-
-def test_a_document_that_restarts_at_a_later_position_is_a_document_of_its_own() -> None:
-    ids = torch.arange(5)[None]
-    tokens = TokenBatch.from_mask(ids, torch.ones(1, 5), position_ids=row(0, 1, 64, 65, 66))
-    assert tokens.doc_ids[0].tolist() == [0, 0, 1, 1, 1]
-    assert tokens.position_ids[0].tolist() == [0, 1, 64, 65, 66]
-
-
 def test_placeholder_tokens_never_enter_a_depth() -> None:
     image = 900
     tokens = TokenBatch.from_mask(row(1, image, 2, 3, 4), torch.ones(1, 5), placeholder_ids=(image,))
-    assert table(tokens, 1)[2] == [0, 1, 1, 0, 0]
-    assert table(tokens, 2)[2] == [1, 1, 0, 0, 0]
+    assert table(tokens, 1) == ([image, 2, 3, 4, 0], [_, 3, 4, _, _], [0, 1, 1, 0, 0])
+    assert table(tokens, 2) == ([2, 3, 4, 0, 0], [3, 4, _, _, _], [1, 1, 0, 0, 0])
 
 
 def test_rows_with_equal_stretches_share_a_segment() -> None:
@@ -162,15 +160,30 @@ def test_a_row_of_padding_only_is_in_no_segment() -> None:
     assert not tokens.slots(1).gate.any()
 
 
+def test_a_batch_without_rows_or_without_slots_has_neither_documents_nor_gates() -> None:
+    for shape in ((0, 4), (2, 0)):
+        tokens = TokenBatch.all_tokens(torch.zeros(shape, dtype=torch.int64))
+        assert tokens.segments == ()
+        assert not tokens.slots(1).gate.any()
+
+
 def test_rows_longer_than_asked_are_refused() -> None:
     with pytest.raises(BatchError, match="at most 2 tokens a row, got 3"):
         TokenBatch.from_rows([[([1, 2, 3], [True] * 3)]], length=2)
 
 
-def test_ahead_keeps_trailing_axes() -> None:
+def test_ahead_fills_what_is_past_the_end_and_keeps_trailing_axes() -> None:
     values = torch.arange(6.0).view(1, 3, 2)
     assert ahead(values, 1, 0).tolist() == [[[2, 3], [4, 5], [0, 0]]]
-    assert ahead(values, 3, -1).tolist() == [[[-1, -1]] * 3]
+    assert ahead(values, 2, 0).tolist() == [[[4, 5], [0, 0], [0, 0]]]
+    for steps in (3, 4):
+        assert ahead(values, steps, -1).tolist() == [[[-1, -1]] * 3]
+
+
+def test_states_ahead_are_zero_past_the_end() -> None:
+    tokens = TokenBatch.all_tokens(row(7, 8, 9))
+    hidden = torch.tensor([[[1.0], [2.0], [3.0]]])
+    assert tokens.ahead_states(hidden, 2).tolist() == [[[3.0], [0.0], [0.0]]]
 
 
 documents = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=4)
