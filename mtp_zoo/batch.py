@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,6 +43,7 @@ from mtp_zoo.documents import (
     check_shape,
     count_positions,
     find_segments,
+    first_slot,
 )
 from mtp_zoo.errors import BatchError
 
@@ -194,7 +196,7 @@ class TokenBatch:
             BatchError: see `from_labels`; or keys that are cut in other places than queries.
         """
         bounds = [inputs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if inputs.get(name) is not None]
-        if not all(torch.equal(bounds[0], other) for other in bounds):
+        if not all(torch.equal(queries, keys) for queries, keys in pairwise(bounds)):
             raise BatchError(
                 f"{ACT}: cu_seq_lens_q and cu_seq_lens_k differ: {[each.tolist() for each in bounds]}.",
                 remedy="Collate rows for training, in which a token's document is what it attends to.",
@@ -204,7 +206,7 @@ class TokenBatch:
             inputs.get("labels"),
             inputs.get("attention_mask"),
             position_ids=inputs.get("position_ids"),
-            cu_seqlens=bounds[0] if bounds else None,
+            cu_seqlens=next(iter(bounds), None),
             seq_idx=inputs.get("seq_idx"),
             placeholder_ids=placeholder_ids,
         )
@@ -222,10 +224,11 @@ class TokenBatch:
             BatchError: a row that is longer than `length`.
         """
         sizes = [sum(len(ids) for ids, _ in row) for row in rows]
-        length = max(sizes, default=0) if length is None else length
-        if max(sizes, default=0) > length:
+        longest = max(sizes, default=0)
+        length = longest if length is None else length
+        if longest > length:
             raise BatchError(
-                f"Packing rows: expected at most {length} tokens a row, got {max(sizes)}.",
+                f"Packing rows: expected at most {length} tokens a row, got {longest}.",
                 remedy="Cut or move documents.",
             )
         input_ids = torch.full((len(rows), length), pad_id, dtype=torch.int64)
@@ -265,9 +268,18 @@ class TokenBatch:
         labels = torch.where(gate, ahead(self.input_ids, depth + 1, IGNORED), IGNORED)
         return DepthSlots(ahead(self.input_ids, depth, 0), labels, gate)
 
-    def ahead_states(self, hidden: Shaped[Tensor, "batch seq *rest"], steps: int) -> Shaped[Tensor, "batch seq *rest"]:
-        """The states `steps` slots ahead of every slot; zero past the end of the row."""
-        return ahead(hidden, steps, 0.0)
+    def predicting(
+        self, hidden: Shaped[Tensor, "batch seq hidden"], depths: int
+    ) -> tuple[Shaped[Tensor, "rows hidden"], list[Int[Tensor, "batch seq"]]]:
+        """Where the target predicts what the depths predict: its states, and each slot's row in them, a depth.
+
+        Depth k in slot t predicts the token that the target predicts from its state in slot t + k. Slots whose gate is
+        closed may hold any row.
+
+        Example: with one row of six tokens, slot 2 has row 3 at depth 1 and row 4 at depth 2.
+        """
+        rows = torch.arange(self.input_ids.numel(), device=hidden.device).view(self.shape)
+        return hidden.flatten(0, 1), [ahead(rows, depth, 0) for depth in range(1, depths + 1)]
 
     def main_gate(self) -> Bool[Tensor, "batch seq"]:
         """Slots that the target's own next-token loss would count: token t+1 is learnt and of the same document."""
@@ -287,14 +299,14 @@ class TokenBatch:
 def _check_unshifted(labels: Tensor, input_ids: Tensor) -> None:
     """Refuse labels that are not the token itself."""
     learn = labels != IGNORED
-    other = (learn & (labels != input_ids)).nonzero()
-    if not len(other):
+    other = learn & (labels != input_ids)
+    place = first_slot(other)
+    if place is None:
         return
-    row, slot = other[0].tolist()
     following = bool((learn[:, :-1] <= (labels[:, :-1] == input_ids[:, 1:])).all())
     raise BatchError(
-        f"{ACT}: expected labels to be -100 or the token itself, got {int(labels[row, slot])} for token "
-        f"{int(input_ids[row, slot])} at row {row}, slot {slot} ({len(other)} such slots); "
+        f"{ACT}: expected labels to be -100 or the token itself, got {int(labels[place])} for token "
+        f"{int(input_ids[place])} at row {place[0]}, slot {place[1]} ({int(other.sum())} such slots); "
         + ("every label is the next token, so they are shifted." if following else "nor are they the next tokens."),
         remedy="Pass unshifted labels; TokenBatch does every shift.",
     )

@@ -41,6 +41,7 @@ from mtp_zoo.documents import (
     check_shape,
     count_positions,
     document_starts,
+    first_slot,
 )
 from mtp_zoo.errors import BatchError
 
@@ -106,7 +107,7 @@ def _laid_out(cu_seqlens: Tensor | None, cu_padded: Tensor | None, like: Tensor,
     bounds = cu_seqlens.tolist()
     starts = bounds if cu_padded is None else cu_padded.tolist()
     _check_bounds(bounds, starts, like.shape[1])
-    if starts[-1] < like.shape[1] and not any(bool(padding[0, starts[-1] :].all()) for padding in pads):
+    if starts[-1] < like.shape[1] and not any(bool(padding[:, starts[-1] :].all()) for padding in pads):
         raise BatchError(
             f"{ACT}: cu_seqlens end at slot {starts[-1]} of {like.shape[1]}: what is behind may be padding, or a document "
             "whose bound is missing, and no other source says that all of it is padding.",
@@ -116,7 +117,7 @@ def _laid_out(cu_seqlens: Tensor | None, cu_padded: Tensor | None, like: Tensor,
     lengths = [stop - start for start, stop in pairwise(bounds)]
     held = [(start, length) for start, length in zip(starts, lengths, strict=False) if length]
     for number, (start, length) in enumerate(held):
-        doc_ids[0, start : start + length] = number
+        doc_ids[:, start : start + length] = number
     return doc_ids
 
 
@@ -145,12 +146,11 @@ def _real(pads: dict[str, Tensor], like: Tensor) -> Tensor:
 
 def _refuse_padding(differ: Tensor, one: tuple[str, Tensor], other: tuple[str, Tensor]) -> None:
     """Two sources that disagree on what is padding."""
-    slots = differ.nonzero()
-    if len(slots):
-        row, slot = slots[0].tolist()
-        says = ["padding" if bool(padding[row, slot]) else "a token" for _, padding in (one, other)]
+    place = first_slot(differ)
+    if place is not None:
+        says = ["padding" if bool(padding[place]) else "a token" for _, padding in (one, other)]
         raise BatchError(
-            f"{ACT}: row {row}, slot {slot} is {says[0]} by {one[0]} and {says[1]} by {other[0]}.",
+            f"{ACT}: row {place[0]}, slot {place[1]} is {says[0]} by {one[0]} and {says[1]} by {other[0]}.",
             remedy="Correct one of them; where documents are padded in place, cu_seqlens counts tokens only and "
             "cu_seqlens_padded says where they lie.",
         )
@@ -165,12 +165,11 @@ def _renumbered(numbers: Tensor) -> Tensor:
 def _check_same(told: dict[str, Tensor]) -> None:
     """Two sources that see other documents in the same tokens."""
     for one, other in pairwise(told):
-        slots = (told[one] != told[other]).nonzero()
-        if len(slots):
-            row, slot = slots[0].tolist()
+        place = first_slot(told[one] != told[other])
+        if place is not None:
             raise BatchError(
-                f"{ACT}: row {row}, slot {slot} is in document {int(told[one][row, slot])} by {one} and in document "
-                f"{int(told[other][row, slot])} by {other}, counted from 0.",
+                f"{ACT}: row {place[0]}, slot {place[1]} is in document {int(told[one][place])} by {one} and in document "
+                f"{int(told[other][place])} by {other}, counted from 0.",
                 remedy="Correct one of them.",
             )
 
@@ -202,12 +201,11 @@ def _restarts(position_ids: Tensor, real: Tensor) -> Tensor:
     first = real & (real.cumsum(dim=1) == 1)
     follows = before(real, False) & (position_ids == before(position_ids, PADDING) + 1)
     starts = first | (real & (position_ids == 0))
-    unclear = (real & ~starts & ~follows).nonzero()
-    if len(unclear):
-        row, slot = unclear[0].tolist()
+    unclear = first_slot(real & ~starts & ~follows)
+    if unclear is not None:
         raise BatchError(
-            f"{ACT}: position_ids jump to {int(position_ids[row, slot])} at row {row}, slot {slot}: a later chunk of another "
-            "document begins there, or one document has a gap in its positions.",
+            f"{ACT}: position_ids jump to {int(position_ids[unclear])} at row {unclear[0]}, slot {unclear[1]}: a later chunk "
+            "of another document begins there, or one document has a gap in its positions.",
             remedy="Say which with seq_idx or cu_seqlens.",
         )
     return torch.where(real, starts.cumsum(dim=1) - 1, PADDING)
@@ -218,12 +216,11 @@ def _check_positions(position_ids: Tensor, doc_ids: Tensor, source: str) -> None
     last, starts = before(position_ids, PADDING), document_starts(doc_ids)
     restarts = (doc_ids != PADDING) & ~starts & ((position_ids == 0) | (position_ids < last))
     runs_on = starts & (before(doc_ids, PADDING) != PADDING) & (position_ids == last + 1)
-    wrong = (restarts | runs_on).nonzero()
-    if len(wrong):
-        row, slot = wrong[0].tolist()
-        says = ("go on", "another document") if bool(runs_on[row, slot]) else ("start anew", "the same document")
+    wrong = first_slot(restarts | runs_on)
+    if wrong is not None:
+        says = ("go on", "another document") if bool(runs_on[wrong]) else ("start anew", "the same document")
         raise BatchError(
-            f"{ACT}: position_ids {says[0]} from {int(last[row, slot])} to {int(position_ids[row, slot])} at row {row}, "
-            f"slot {slot}, which is in {says[1]} by {source}.",
+            f"{ACT}: position_ids {says[0]} from {int(last[wrong])} to {int(position_ids[wrong])} at row {wrong[0]}, "
+            f"slot {wrong[1]}, which is in {says[1]} by {source}.",
             remedy="Correct one of them: the target reads the positions, and each document has its own.",
         )

@@ -61,13 +61,11 @@ def check_documents(doc_ids: Int[Tensor, "batch seq"]) -> None:
     Raises:
         BatchError: a number comes back after another one or after padding, or is lower than one before it.
     """
-    if doc_ids.numel() == 0:
-        return
     highest = before(doc_ids.cummax(dim=1).values, PADDING)
-    torn = (document_starts(doc_ids) & (doc_ids <= highest)).nonzero()
-    if len(torn):
-        row, slot = torn[0].tolist()
-        number, last = int(doc_ids[row, slot]), int(highest[row, slot])
+    torn = first_slot(document_starts(doc_ids) & (doc_ids <= highest))
+    if torn is not None:
+        row, slot = torn
+        number, last = int(doc_ids[torn]), int(highest[torn])
         how = (
             "behind padding: a token inside it is masked, or two documents have one number"
             if number == last
@@ -110,3 +108,9 @@ def before(values: Shaped[Tensor, "batch seq"], fill: int | bool) -> Shaped[Tens
     out = torch.full_like(values, fill)
     out[:, 1:] = values[:, :-1]
     return out
+
+
+def first_slot(flags: Bool[Tensor, "batch seq"]) -> tuple[int, int] | None:
+    """(row, slot) of the first flag that is set, row by row."""
+    rows, slots = flags.nonzero().unbind(dim=1)
+    return (int(rows[0]), int(slots[0])) if len(rows) else None

@@ -125,13 +125,13 @@ def test_masks_with_look_ahead_columns_or_more_axes_are_refused(mask: torch.Tens
 
 
 def test_a_document_torn_by_padding_is_refused() -> None:
-    with pytest.raises(BatchError, match="document 0 continues at row 0, slot 2"):
-        TokenBatch.all_tokens(row(1, 2, 3), row(1, 0, 1))
+    with pytest.raises(BatchError, match="document 0 continues at row 0, slot 2 behind padding"):
+        TokenBatch.all_tokens(torch.zeros(2, 5, dtype=torch.int64), torch.tensor([[1, 0, 1, 0, 1]] * 2))
 
 
 def test_interleaved_documents_are_refused() -> None:
     ids, learn = row(1, 2, 3), torch.ones(1, 3, dtype=torch.bool)
-    with pytest.raises(BatchError, match="document 0 continues"):
+    with pytest.raises(BatchError, match="document 0 continues at row 0, slot 2 behind document 1"):
         TokenBatch(ids, learn, row(0, 1, 0), row(0, 0, 0))
 
 
@@ -167,7 +167,12 @@ def test_a_batch_without_rows_or_without_slots_has_neither_documents_nor_gates()
         assert not tokens.slots(1).gate.any()
 
 
+def test_no_rows_are_a_batch_of_none() -> None:
+    assert TokenBatch.from_rows([]).shape == (0, 0)
+
+
 def test_rows_longer_than_asked_are_refused() -> None:
+    assert TokenBatch.from_rows([[([1, 2, 3], [True] * 3)]], length=3).shape == (1, 3)
     with pytest.raises(BatchError, match="at most 2 tokens a row, got 3"):
         TokenBatch.from_rows([[([1, 2, 3], [True] * 3)]], length=2)
 
@@ -180,10 +185,17 @@ def test_ahead_fills_what_is_past_the_end_and_keeps_trailing_axes() -> None:
         assert ahead(values, steps, -1).tolist() == [[[-1, -1]] * 3]
 
 
-def test_states_ahead_are_zero_past_the_end() -> None:
-    tokens = TokenBatch.all_tokens(row(7, 8, 9))
-    hidden = torch.tensor([[[1.0], [2.0], [3.0]]])
-    assert tokens.ahead_states(hidden, 2).tolist() == [[[3.0], [0.0], [0.0]]]
+def test_a_depth_is_compared_with_the_target_where_it_predicts_the_same_token() -> None:
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    tokens = TokenBatch.all_tokens(ids)
+    states, rows = tokens.predicting(ids[..., None].float(), 2)
+    assert len(rows) == 2
+    # The state of token x predicts the token behind x: slot 0 at depth 1 predicts 3, which is what the state of 2 predicts.
+    assert states[rows[0], 0][:, :2].tolist() == [[2, 3], [6, 7]]
+    assert states[rows[1], 0][:, :1].tolist() == [[3], [7]]
+    for depth in rows:
+        assert depth.shape == (2, 4)
+        assert 0 <= int(depth.min()) <= int(depth.max()) < len(states)
 
 
 documents = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=4)

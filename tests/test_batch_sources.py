@@ -214,6 +214,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Tensor], str]] = {
         {"seq_idx": row(0, 0, 0, 0), "position_ids": row(0, 1, 0, 1)},
         "position_ids start anew from 1 to 0 at row 0, slot 2, which is in the same document by seq_idx",
     ),
+    "positions that do not leave 0": (
+        {"cu_seqlens": cu(0, 4), "position_ids": row(0, 0, 1, 2)},
+        "position_ids start anew from 0 to 0 at row 0, slot 1, which is in the same document by cu_seqlens",
+    ),
     "positions that fall within a document": (
         {"seq_idx": row(0, 0, 0, 0), "position_ids": row(7, 8, 3, 4)},
         "position_ids start anew from 8 to 3 at row 0, slot 2",
@@ -246,6 +250,12 @@ def test_bounds_that_do_not_fit_the_row_are_refused(bounds: tuple[int, ...], roo
     padded = {} if room is None else {"cu_seqlens_padded": cu(*room)}
     with pytest.raises(BatchError, match="do not lay out 4 slots"):
         build(4, cu_seqlens=cu(*bounds), **padded)
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5])
+def test_masks_take_no_other_values_than_0_and_1(value: float) -> None:
+    with pytest.raises(BatchError, match="expected learn_mask of 0 and 1, got values from"):
+        TokenBatch.from_mask(row(5, 6, 7), torch.tensor([[0, 1, value]]))
 
 
 @pytest.mark.parametrize("name", ["seq_idx", "position_ids", "attention_mask"])
