@@ -47,10 +47,9 @@ def token_batch(call: Mapping[str, Any], mask: Tensor | None, config: Any) -> To
     layout: dict[str, Any] = {
         "position_ids": _positions(call.get("position_ids"), input_ids),
         "cu_seqlens": next((call[name] for name in LENGTHS if call.get(name) is not None), None),
+        "seq_idx": call.get("seq_idx"),
         "placeholder_ids": placeholder_ids(config),
     }
-    if layout["cu_seqlens"] is None and call.get("seq_idx") is not None:
-        layout["seq_idx"] = call["seq_idx"]
     attention_mask = call.get("attention_mask")
     if mask is not None:
         return TokenBatch.from_mask(input_ids, mask, attention_mask, **layout)

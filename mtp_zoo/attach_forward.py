@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mtp_zoo.attach_batch import token_batch
 from mtp_zoo.attach_output import is_fused, metrics_of, with_mtp, with_mtp_gradient
+from mtp_zoo.batch import TokenBatch
 from mtp_zoo.errors import AttachError
 from mtp_zoo.objective import MTPOutput
 from mtp_zoo.shared import language_model
@@ -38,16 +39,15 @@ class JointCall:
     """One call of a joint model, through all its layers.
 
     Attributes:
-        mask, counts: `mtp_mask` and `mtp_counts`.
-        wanted: whether the MTP loss is to be computed.
+        tokens: the batch that it describes.
+        counts: `mtp_counts`.
         grad: whether gradients were recorded when the call came in.
         hidden: what the tap saw, [batch, seq, hidden].
         finished: whether the MTP loss is in the output.
     """
 
-    mask: Tensor | None
+    tokens: TokenBatch
     counts: Tensor | None
-    wanted: bool
     grad: bool
     hidden: Tensor | None = None
     finished: bool = False
@@ -94,16 +94,17 @@ def joint_signature(original: Forward) -> inspect.Signature:
 
 
 def _run(model: Any, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], *, inner: bool) -> Any:
-    control: JointTraining = model.mtp
-    added = {name: kwargs.pop(name, None) for name in ADDED}
+    control: JointTraining | None = model.__dict__.get("mtp")
+    if control is None:  # an instance that was made from the class, not by attach
+        return run(*args, **kwargs)
+    mask, counts = (kwargs.pop(name, None) for name in ADDED)
     if control.call is not None:
         return _layer(model, control, control.call, run, args, kwargs, inner=inner)
     named = _named(model, args, kwargs)
-    wanted = added["mtp_mask"] is not None or named.get("labels") is not None
-    call = JointCall(added["mtp_mask"], added["mtp_counts"], wanted, torch.is_grad_enabled())
-    if not wanted:
+    if mask is None and named.get("labels") is None:
         return run(*args, **kwargs)
     control.check()
+    call = JointCall(token_batch(named, mask, model.config), counts, torch.is_grad_enabled())
     with _tapped(model, control, call):
         return _layer(model, control, call, run, args, kwargs, inner=inner)
 
@@ -137,11 +138,10 @@ def _finish(model: Any, control: JointTraining, call: JointCall, named: Mapping[
             f"Computing the MTP loss: the final norm of {type(model).__name__} did not run in its forward pass.",
             remedy="Call the whole model; one that runs in pipeline stages can't be tapped.",
         )
-    tokens = token_batch(named, call.mask, model.config)
     hidden, call.hidden = call.hidden, None
     fused = is_fused(out)
     counts = hidden.new_ones(control.objective.depths) if fused else _counts(control, call, named, hidden.device)
-    result = control.objective(tokens, hidden, step_counts=counts)
+    result = control.objective(call.tokens, hidden, step_counts=counts)
     control.last = MTPOutput(result.loss.detach(), result.stats)
     metrics = metrics_of(result.stats)
     if fused:
