@@ -14,7 +14,7 @@ dense, [batch, 1, local, seq + (j - 1) * local] booleans: flex_attention has no 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -83,28 +83,29 @@ class KeyPlaces:
         return flex_cp_allgather(key, value, 2, self.group.group_name)
 
 
-@dataclass
 class ContextState:
     """Depth-1 keys and values of all ranks and own ones of deeper depths, by (layer, depth), and the masks of one rollout.
 
-    Writes are idempotent, so that the recomputation under gradient checkpointing neither appends nor sees later depths.
+    Writes are idempotent, so that the recomputation under gradient checkpointing neither appends nor sees later depths. No
+    dataclass, nor is the view: FSDP2 copies every dataclass that a module is called with, and writes would be lost.
     """
 
-    places: KeyPlaces
-    keys_values: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    masks: dict[int, Any] = field(default_factory=dict)
+    def __init__(self, places: KeyPlaces) -> None:
+        self.places = places
+        self.keys_values: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.masks: dict[int, Any] = {}
 
     def at(self, step: int) -> ContextView:
         """The state as depth `step` (1-based) sees it."""
         return ContextView(self, step)
 
 
-@dataclass(frozen=True)
 class ContextView:
-    """One depth's window on a `ContextState`."""
+    """One depth's view of a `ContextState`."""
 
-    state: ContextState
-    step: int
+    def __init__(self, state: ContextState, step: int) -> None:
+        self.state = state
+        self.step = step
 
     def visible(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Gathered keys and values of depth 1, and behind them the own ones of depths 2..step."""

@@ -47,7 +47,8 @@ class ShardedBatch(TokenBatch):
     @property
     def slot_ids(self) -> Int[Tensor, "batch seq"]:
         """Where this rank's slots lie in the whole row, rising."""
-        return self._mine(self.order)
+        local = self.shape[1]
+        return self.order[:, self.rank * local : (self.rank + 1) * local]
 
     def slots(self, depth: int) -> DepthSlots:
         """What `depth` (1-based) reads and predicts in this rank's slots.
@@ -116,52 +117,50 @@ class ShardedBatch(TokenBatch):
         return pick(torch.cat(list(parts), dim=1), self.order.argsort(dim=1))
 
     @torch.no_grad()
-    def ahead_states(self, hidden: Shaped[Tensor, "batch seq *rest"], steps: int) -> Shaped[Tensor, "batch seq *rest"]:
-        """States `steps` slots ahead of every slot, also from other ranks; zero where there is none. Without a graph.
+    def predicting(
+        self, hidden: Shaped[Tensor, "batch seq hidden"], depths: int
+    ) -> tuple[Shaped[Tensor, "rows hidden"], list[Int[Tensor, "batch seq"]]]:
+        """As in `TokenBatch`, with states that lie on other ranks. Without a graph. All ranks of the group must call it.
 
-        Only states at the edges of the parts travel: `steps` a chunk. All ranks of the group must call it.
+        Only the states at the edges of parts travel, `depths` a chunk. Rows are in the order of the whole batch.
 
         Raises:
             ParallelError: states of other ranks are needed and the batch has no group.
         """
-        whole, local = self.order.shape[1], self.shape[1]
-        rows = whole * torch.arange(len(hidden), device=hidden.device)[:, None]
-        wanted = self.order + steps
-        exists = wanted < whole
-        # The place in a gather at which the wanted slot lies, numbered through all rows; the same on all ranks.
-        source = self.order.argsort(dim=1).gather(1, wanted.clamp(max=whole - 1)) + rows
-        owner, asker = source % whole // local, torch.arange(whole, device=hidden.device) // local
-        travelling = source[exists & (owner != asker)].unique()
-        arrived = self._exchange(hidden, travelling)
-        source, exists = self._mine(source), self._mine(exists)
-        near = exists & (self._mine(owner) == self.rank)
-        far = exists & ~near
-        out = torch.zeros_like(hidden)
-        out[near] = self._at(hidden, source[near])
-        out[far] = arrived[torch.searchsorted(travelling, source[far])]
-        return out
+        travelling = self._travelling(depths)
+        own = self._numbered(self.slot_ids)
+        held, order = torch.cat([own.flatten(), travelling]).sort()
+        states = torch.cat([hidden.flatten(0, 1), self._exchange(hidden, travelling)])[order]
+        rows = [torch.searchsorted(held, own + depth) for depth in range(1, depths + 1)]
+        return states, [row.clamp(max=len(held) - 1) for row in rows]
 
-    def _mine(self, by_place: Tensor) -> Tensor:
-        local = self.shape[1]
-        return by_place[:, self.rank * local : (self.rank + 1) * local]
+    def _numbered(self, slots: Tensor) -> Tensor:
+        """Slots of rows as slots of all rows end to end."""
+        return slots + self.order.shape[1] * torch.arange(len(slots), device=slots.device)[:, None]
 
-    def _at(self, hidden: Tensor, source: Tensor) -> Tensor:
-        """States of this rank at places that are numbered through all rows."""
-        whole = self.order.shape[1]
-        return hidden[source // whole, source % whole - self.rank * self.shape[1]]
+    def _travelling(self, depths: int) -> Tensor:
+        """The slots of all rows whose states some rank needs from another, rising; the same on all ranks."""
+        owner = self.order.argsort(dim=1) // self.shape[1]
+        asker = torch.arange(self.order.shape[1], device=self.order.device) // self.shape[1]
+        found: list[Tensor] = []
+        for depth in range(1, depths + 1):
+            wanted = (self.order + depth).clamp(max=self.order.shape[1] - 1)  # beyond: any, no slot there counts
+            found.append(self._numbered(wanted)[owner.gather(1, wanted) != asker])
+        return torch.cat(found).unique()
 
-    def _exchange(self, hidden: Tensor, source: Tensor) -> Tensor:
-        """States of all ranks at places that are numbered through all rows: the own from here, others from where they are."""
-        values = hidden.new_zeros(len(source), *hidden.shape[2:])
-        if not len(source):
+    def _exchange(self, hidden: Tensor, travelling: Tensor) -> Tensor:
+        """Their states: the own from here, the others from the ranks that hold them."""
+        values = hidden.new_zeros(len(travelling), hidden.shape[-1])
+        if not len(travelling):
             return values
         if self.group is None:
             raise ParallelError(
                 "Reading target states ahead: other ranks hold some of them, and the batch was split without a group.",
                 remedy="Pass group= to split, or train on the text alone: loss='ce', agreement=False.",
             )
-        mine = source % self.order.shape[1] // self.shape[1] == self.rank
-        values[mine] = self._at(hidden, source[mine])
+        place = self.order.argsort(dim=1).flatten()[travelling] - self.rank * self.shape[1]
+        mine = (place >= 0) & (place < self.shape[1])
+        values[mine] = hidden[travelling[mine] // self.order.shape[1], place[mine]]
         torch.distributed.all_reduce(values, group=self.group)
         return values
 

@@ -213,15 +213,18 @@ def test_tensors_of_other_batches_are_refused() -> None:
     assert caught.value.problems == ("part 1: [1, 3]",)
 
 
-def test_states_ahead_need_the_other_ranks() -> None:
+def test_target_states_of_other_ranks_need_a_group() -> None:
     part = split(packed(8), 1, 0, 2)
     with pytest.raises(ParallelError, match="split without a group"):
-        part.ahead_states(torch.zeros(1, 4, 2), 1)
+        part.predicting(torch.zeros(1, 4, 2), 1)
 
 
-def test_a_batch_on_one_rank_looks_ahead_by_itself() -> None:
-    part, states = split(packed(8), 1, 0, 1), torch.randn(1, 8, 2)
-    assert torch.equal(part.ahead_states(states, 2), ahead(states, 2, 0.0))
+def test_a_batch_on_one_rank_finds_its_target_states_itself() -> None:
+    tokens, states = packed(8, 4), torch.randn(1, 12, 2)
+    found, rows = split(tokens, 2, 0, 1).predicting(states, 2)
+    for depth in (1, 2):
+        gate = tokens.slots(depth).gate
+        assert torch.equal(found[rows[depth - 1]][gate], ahead(states, depth, 0.0)[gate])
 
 
 def test_moving_a_part_moves_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
