@@ -30,6 +30,7 @@ from mtp_zoo.keymap import native_tensors
 from mtp_zoo.loader import key_map
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.overlay import Overlay, refuse_existing, staging
+from mtp_zoo.parallel import is_sharded
 from mtp_zoo.progress import progress
 from mtp_zoo.quantized_tensors import encoded_like
 from mtp_zoo.registry import Family
@@ -107,12 +108,13 @@ def export(
         UnsupportedQuantizationError: the base stores its head quantised, not as FP8, and no `dtype` is given.
         ScaleMismatchError: the base stores its head as FP8, and tensors and scales do not belong together.
         OutputExistsError: `out` exists.
-        ExportError: the head does not fit the base, a number of it can't be encoded, `out` and the base overlap, or writing
-            failed.
+        ExportError: the head is sharded (`gather_head`), does not fit the base, a number of it can't be encoded, `out` and
+            the base overlap, or writing failed.
         VerificationError: what was written is not what was meant.
         In each case there is no `out` afterwards, and the base is as it was.
     """
     out = _plain_path(out)
+    _refuse_sharded(head)
     index = CheckpointIndex.open(base)
     check_export(index, out, head.family, dtype=dtype)
     site = find_site(head.family, index.names, index.config)
@@ -145,7 +147,7 @@ def export(
         tensors_cast=_casts(plan, head),
         tensors_encoded=len(plan.form.quantized) - len(written.kept),
         tensors_kept=len(written.kept),
-        notices=plan.patch.notices,
+        notices=(*plan.patch.notices, *_grafted(head, index)),
     )
 
 
@@ -184,6 +186,15 @@ def _refuse_overlap(out: Path, root: Path) -> None:
         )
 
 
+def _refuse_sharded(head: DraftHead) -> None:
+    sharded = [name for name, value in head.weights().items() if is_sharded(value)]
+    if sharded:
+        raise ExportError(
+            f"Exporting the {head.family.name} head: {len(sharded)} tensors are sharded over ranks, '{sharded[0]}' first.",
+            remedy="Call mtp_zoo.gather_head(head) on all ranks, and export what rank 0 gets.",
+        )
+
+
 def _refuse_misfit(head: DraftHead, site: HeadSite, index: CheckpointIndex) -> None:
     """Every head tensor must have the shape that the base's config asks for."""
     fitting = type(head)(head.family, index.config, depths=head.num_depths, first_layer=site.first_layer, device="meta")
@@ -202,6 +213,16 @@ def _refuse_misfit(head: DraftHead, site: HeadSite, index: CheckpointIndex) -> N
             remedy="Export into the model that the head was trained with.",
             problems=problems,
         )
+
+
+def _grafted(head: DraftHead, index: CheckpointIndex) -> list[str]:
+    """What to know where a head was put on a trunk that it was not loaded with."""
+    if head.origin.root.resolve() == index.root.resolve():
+        return []
+    return [
+        f"the head was loaded from {head.origin.root}, the trunk from {index.root}: where they were not trained together, "
+        "measure acceptance (mtp-zoo eval) before serving, and train the head on where it fell"
+    ]
 
 
 def _refuse_unprintable(facts: Mapping[str, Any]) -> None:
