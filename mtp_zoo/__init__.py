@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from mtp_zoo.head import DraftHead, DraftModule
     from mtp_zoo.keymap import KeyMap
     from mtp_zoo.loader import LoadReport, load_head
-    from mtp_zoo.objective import MTPObjective, MTPOutput, MTPStats, step_counts
+    from mtp_zoo.objective import MTPObjective, MTPOutput, step_counts
     from mtp_zoo.registry import Family, get_family, list_families, register, resolve
     from mtp_zoo.rules import Rename, Skip, Split, Stack
     from mtp_zoo.shared import SharedTensors, load_shared
     from mtp_zoo.spec import HeadSpec, PerEngine
+    from mtp_zoo.stats import MTPStats
     from mtp_zoo.targets import target_states
     from mtp_zoo.training.config import TrainConfig
     from mtp_zoo.training.trainer import train
@@ -41,7 +42,7 @@ _HOME = {
     "LoadReport": "loader",
     "MTPObjective": "objective",
     "MTPOutput": "objective",
-    "MTPStats": "objective",
+    "MTPStats": "stats",
     "MTPZooError": "errors",
     "PerEngine": "spec",
     "Rename": "rules",

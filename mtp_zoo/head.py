@@ -315,9 +315,13 @@ class DraftHead(nn.Module):
         *,
         depths: int,
         rollout: Rollout | None = None,
+        detach_embedding: bool = True,
     ) -> list[DepthState]:
-        """The states of depths 1..`depths` in every slot; the whole loop runs in one forward, as FSDP2 wants it."""
-        return run_rollout(self, tokens, hidden, depths=depths, rollout=rollout)
+        """The states of depths 1..`depths` in every slot; the whole loop runs in one forward, as FSDP2 wants it.
+
+        See `mtp_zoo.rollout.run_rollout` for the arguments.
+        """
+        return run_rollout(self, tokens, hidden, depths=depths, rollout=rollout, detach_embedding=detach_embedding)
 
     def draft_step(
         self,

@@ -8,71 +8,34 @@ does not depend on how the step was cut; micro-batch losses add up to the loss o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from mtp_zoo.batch import TokenBatch, ahead
+from mtp_zoo.batch import DepthSlots, TokenBatch
+from mtp_zoo.chunked_loss import DepthRows, chunked_loss
 from mtp_zoo.errors import ObjectiveError
 from mtp_zoo.head import DepthState, DraftHead
-from mtp_zoo.losses import ChunkedLoss, chunked_loss, parse_mix
+from mtp_zoo.losses import Comparison, Mix, parse_losses
 from mtp_zoo.rollout import Rollout
+from mtp_zoo.stats import MTPStats, all_reduce, gather_stats
 
 Reduction: TypeAlias = Literal["global", "main_tokens", "micro_batch"]
 """What a depth's sum is divided by: its own slots in the step, the target's next-token slots in the step (as some
 trainers do, which weighs deep depths less), or its own slots in the micro-batch (which depends on the cut)."""
 
+Path: TypeAlias = Literal["embedding", "backbone", "lm_head"]
+"""Ways by which a head's loss could reach its target: the tokens that enter, the states that enter, the output projection."""
+
+DETACH: frozenset[Path] = frozenset(get_args(Path))
+"""All of them cut: the head's loss trains the head alone."""
+
 DEFAULT_BETA = 0.6
 """Depth k weighs beta^(k-1), normalised to sum 1 (FastMTP's step weights)."""
-
-
-@dataclass(frozen=True)
-class MTPStats:
-    """Sums of one or several batches; `a + b` is what one batch of both would give.
-
-    Attributes:
-        loss, slots, correct, matched, accepted: [depths], sums over gated slots.
-        leading_greedy: sum over slots with every gate open of the number of leading depths that match the target.
-        leading_sampled: the same for rejection sampling, in expectation.
-        full_slots: number of slots with every gate open.
-    """
-
-    loss: Tensor
-    slots: Tensor
-    correct: Tensor
-    matched: Tensor
-    accepted: Tensor
-    leading_greedy: Tensor
-    leading_sampled: Tensor
-    full_slots: Tensor
-
-    def __add__(self, other: MTPStats) -> MTPStats:
-        return MTPStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def all_reduce(self) -> MTPStats:
-        """The sums over all ranks; itself where torch.distributed is not initialised."""
-        return MTPStats(*(_all_reduce(getattr(self, f.name)) for f in fields(self)))
-
-    def metrics(self) -> dict[str, float]:
-        """Micro averages: sums over counts. A depth without slots reports `mtp/slots_k` 0 and zeros."""
-        out: dict[str, float] = {}
-        for index, slots in enumerate(self.slots.tolist()):
-            for name, sums in (
-                ("loss", self.loss),
-                ("acc", self.correct),
-                ("match", self.matched),
-                ("accept", self.accepted),
-            ):
-                out[f"mtp/{name}_{index + 1}"] = float(sums[index]) / max(slots, 1)
-            out[f"mtp/slots_{index + 1}"] = slots
-        full = max(float(self.full_slots), 1.0)
-        out["mtp/accept_length"] = 1.0 + float(self.leading_greedy) / full
-        out["mtp/accept_length_sampled"] = 1.0 + float(self.leading_sampled) / full
-        return out
 
 
 @dataclass(frozen=True)
@@ -98,21 +61,30 @@ def step_counts(
     total = torch.zeros(depths)
     for tokens in batches:
         total = total.to(tokens.input_ids.device) + _counts(tokens, depths, reduction)
-    return _all_reduce(total)
+    return all_reduce(total)
 
 
-class MTPObjective:
-    """The training objective of a head.
+class MTPObjective(nn.Module):
+    """The training objective of a head, as a module over it: what DDP, FSDP2 and accelerate wrap.
 
     Args:
         head: an attached head.
         depths: how many depths to unroll; a recycled head is drafted with as many steps as it was trained for.
-        loss: "kl" (towards the target's own distribution), "ce" (towards the text), or a mix {"kl": .9, "ce": .1}.
+        loss: "kl" (towards the target's own distribution), "ce" (towards the text), "reverse_kl", "tv", "lk", a mix
+            {"kl": .9, "ce": .1}, or a sequence of these, one a depth; see `mtp_zoo.losses`.
         beta: depth weights beta^(k-1), normalised.
         weights: explicit depth weights instead, taken as they are.
         rollout: "chain" or "sequence"; None takes what serves the head.
         reduction: see `Reduction`.
-        chunk_size: slots whose logits are held at once; None fits 128 MiB.
+        chunk_size: predicted tokens whose logits are held at once; None fits a fixed amount of memory.
+        detach: which ways into the target are cut, see `Path`; all by default. Each is cut on its own, also where embedding and
+            lm_head are one tensor. The cut of the backbone lies in front of depth 1: between depths the graph is whole.
+        temperature: at which the head's distribution and the target's are compared (all losses but "ce").
+        top_k: compare the target's k best tokens, and all others as one; None compares all.
+        agreement: also measure what verification would accept; without it "ce" needs no logits of the target.
+
+    Raises:
+        ObjectiveError: an argument outside its range, or a divergence from the target without `agreement`.
 
     Example:
         >>> out = objective(tokens, hidden)                                 # doctest: +SKIP
@@ -126,74 +98,105 @@ class MTPObjective:
         head: DraftHead,
         *,
         depths: int = 3,
-        loss: str | Mapping[str, float] = "kl",
+        loss: str | Mix | Sequence[str | Mix] = "kl",
         beta: float = DEFAULT_BETA,
         weights: Sequence[float] | None = None,
         rollout: Rollout | None = None,
         reduction: Reduction = "global",
         chunk_size: int | None = None,
+        detach: Collection[Path] = DETACH,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        agreement: bool = True,
     ) -> None:
+        super().__init__()
         self.head = head
         self.depths = depths
-        self.mix = parse_mix(loss)
+        self.mixes = parse_losses(loss, depths)
         self.weights = _weights(depths, beta, weights)
         self.rollout = rollout
         self.reduction: Reduction = reduction
         self.chunk_size = chunk_size
-        if depths < 1 or reduction not in get_args(Reduction) or (chunk_size is not None and chunk_size < 1):
+        self.detach: frozenset[Path] = frozenset(detach)
+        self.comparison = Comparison(temperature, top_k)
+        self.agreement = agreement
+        self._check()
+
+    def _check(self) -> None:
+        positive = {"chunk_size": self.chunk_size, "top_k": self.comparison.top_k, "depths": self.depths}
+        wrong = [f"{name}: expected a number >= 1, got {n}" for name, n in positive.items() if n is not None and n < 1]
+        if not self.comparison.temperature > 0:
+            wrong.append(f"temperature: expected a number > 0, got {self.comparison.temperature}")
+        if self.reduction not in get_args(Reduction):
+            wrong.append(f"reduction: expected one of {get_args(Reduction)}, got {self.reduction!r}")
+        if self.detach - DETACH:
+            wrong.append(f"detach: expected some of {sorted(DETACH)}, got {sorted(self.detach)}")
+        if not self.agreement and any(set(mix) != {"ce"} for mix in self.mixes):
+            wrong.append("agreement: may be False only where every loss is 'ce'; others compare with the target anyway")
+        if wrong:
             raise ObjectiveError(
-                f"Building the objective: expected depths >= 1, a reduction of {get_args(Reduction)} and chunk_size >= 1, "
-                f"got {depths}, {reduction!r} and {chunk_size}.",
-                remedy="Correct the arguments.",
+                "Building the objective: some arguments are out of range.",
+                remedy="Correct the named arguments.",
+                problems=wrong,
             )
 
-    def __call__(
+    def forward(
         self,
         tokens: TokenBatch,
         hidden: Float[Tensor, "batch seq hidden"],
-        *,
         step_counts: Float[Tensor, " depths"] | None = None,
     ) -> MTPOutput:
         """The loss and the sums of one micro-batch.
 
         Args:
             tokens: the batch.
-            hidden: target states at the family's tap (`target_states`); taken without a graph.
+            hidden: target states at the family's tap (`target_states`, or a joint forward pass).
             step_counts: denominators of the whole step, from `step_counts`; None makes this batch the step.
         """
-        hidden = hidden.detach()
-        states = self.head(tokens, hidden, depths=self.depths, rollout=self.rollout)
-        parts = [self._depth(depth, state, tokens, hidden) for depth, state in enumerate(states, start=1)]
+        hidden = hidden.detach() if "backbone" in self.detach else hidden
+        states = self.head(
+            tokens,
+            hidden,
+            depths=self.depths,
+            rollout=self.rollout,
+            detach_embedding="embedding" in self.detach,
+        )
         counts = step_counts
         if counts is None or self.reduction == "micro_batch":
             counts = _counts(tokens, self.depths, self.reduction)
         scale = torch.tensor(self.weights, device=hidden.device) / counts.to(hidden.device).clamp(min=1)
-        loss = torch.stack([part.loss.total for part in parts]).mul(scale).sum()
-        return MTPOutput(loss, _stats(parts))
-
-    def _depth(self, depth: int, state: DepthState, tokens: TokenBatch, hidden: Tensor) -> _DepthPart:
-        slots = tokens.slots(depth)
-        predicting = self._before_lm_head(ahead(hidden, depth, 0.0))
-        if not bool(slots.gate.any()):
-            # A depth without slots still gives every parameter a gradient, of exactly zero.
-            nothing = (state.normed * 0.0).float().sum()
-            flags = slots.gate[slots.gate]
-            return _DepthPart(slots.gate, ChunkedLoss(nothing, flags, flags, nothing.new_zeros(0)))
-        loss = chunked_loss(
-            state.normed[slots.gate],
-            predicting[slots.gate],
-            slots.labels[slots.gate],
-            self.head.shared.lm_head_weight,
-            self.mix,
+        slots = [tokens.slots(depth) for depth in range(1, self.depths + 1)]
+        target, rows = self._target(tokens, slots, hidden.detach())
+        loss, parts = chunked_loss(
+            [self._rows(k, states[k], slots[k], rows[k], scale[k]) for k in range(self.depths)],
+            target,
+            self.head.shared.projection(detach="lm_head" in self.detach),
+            rule=self.head.shared.rule,
+            comparison=self.comparison,
             chunk_size=self.chunk_size,
         )
-        return _DepthPart(slots.gate, loss)
+        return MTPOutput(loss, gather_stats([each.gate for each in slots], parts))
+
+    def _rows(self, k: int, state: DepthState, slots: DepthSlots, rows: Tensor, scale: Tensor) -> DepthRows:
+        # A depth without slots still gives every parameter a gradient, of exactly zero: nothing is left out of the graph.
+        return DepthRows(state.normed[slots.gate], slots.labels[slots.gate], rows, self.mixes[k], scale)
+
+    def _target(
+        self, tokens: TokenBatch, slots: Sequence[DepthSlots], hidden: Tensor
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """The target states that some depth is compared with, each once, and the row of every gated slot in them."""
+        if not self.agreement:
+            return None, [torch.arange(int(each.gate.sum())) for each in slots]
+        states, places = tokens.predicting(hidden, self.depths)
+        wanted = [place[each.gate] for place, each in zip(places, slots, strict=True)]
+        needed = torch.cat(wanted).unique()
+        return self._before_lm_head(states[needed]), [torch.searchsorted(needed, rows) for rows in wanted]
 
     @torch.no_grad()
-    def _before_lm_head(self, hidden: Tensor) -> Tensor:
+    def _before_lm_head(self, states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         """Target states as the target's lm_head gets them: behind its final norm, also where the tap lies before it."""
         if self.head.spec.hidden_tap == "post_norm":
-            return hidden
+            return states
         norm = self.head.shared.final_norm
         if norm is None:
             raise ObjectiveError(
@@ -201,43 +204,7 @@ class MTPObjective:
                 "norm, and the shared tensors hold no final norm.",
                 remedy="Attach the target itself, or the result of load_shared.",
             )
-        return norm(hidden)
-
-
-@dataclass(frozen=True)
-class _DepthPart:
-    gate: Tensor
-    loss: ChunkedLoss
-
-
-def _stats(parts: Sequence[_DepthPart]) -> MTPStats:
-    every = torch.stack([part.gate for part in parts]).all(dim=0)
-    greedy, sampled = every.float(), every.float()
-    leading_greedy, leading_sampled = torch.zeros_like(greedy), torch.zeros_like(sampled)
-    for part in parts:
-        greedy = greedy * _on_grid(part.gate, part.loss.matched.float())
-        sampled = sampled * _on_grid(part.gate, part.loss.accepted)
-        leading_greedy, leading_sampled = leading_greedy + greedy, leading_sampled + sampled
-
-    def sums(values: Iterable[Tensor]) -> Tensor:
-        return torch.stack([value.detach().double().sum() for value in values])
-
-    return MTPStats(
-        loss=sums(part.loss.total for part in parts),
-        slots=sums(part.gate for part in parts),
-        correct=sums(part.loss.correct for part in parts),
-        matched=sums(part.loss.matched for part in parts),
-        accepted=sums(part.loss.accepted for part in parts),
-        leading_greedy=leading_greedy.double().sum(),
-        leading_sampled=leading_sampled.double().sum(),
-        full_slots=every.double().sum(),
-    )
-
-
-def _on_grid(gate: Tensor, values: Tensor) -> Tensor:
-    out = torch.zeros(gate.shape, device=gate.device)
-    out[gate] = values
-    return out
+        return norm(states)
 
 
 def _counts(tokens: TokenBatch, depths: int, reduction: Reduction) -> Tensor:
@@ -256,11 +223,3 @@ def _weights(depths: int, beta: float, weights: Sequence[float] | None) -> list[
             remedy="Give one weight a depth.",
         )
     return [float(weight) for weight in weights]
-
-
-def _all_reduce(value: Tensor) -> Tensor:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    value = value.clone()
-    torch.distributed.all_reduce(value)
-    return value

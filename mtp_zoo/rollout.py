@@ -29,7 +29,13 @@ def default_rollout(head: DraftModule) -> Rollout:
 
 
 def run_rollout(
-    head: DraftModule, tokens: TokenBatch, hidden: Tensor, *, depths: int, rollout: Rollout | None = None
+    head: DraftModule,
+    tokens: TokenBatch,
+    hidden: Tensor,
+    *,
+    depths: int,
+    rollout: Rollout | None = None,
+    detach_embedding: bool = True,
 ) -> list[DepthState]:
     """States of depths 1..`depths` in every slot of the batch.
 
@@ -39,6 +45,9 @@ def run_rollout(
         hidden: [batch, seq, hidden], target states at the family's tap.
         depths: how many depths to run, at least 1.
         rollout: `chain` or `sequence`; None takes the family's.
+        detach_embedding: cut the token embeddings that enter from the target's embedding.
+
+    Between depths the graph is whole: a loss at depth 3 reaches the blocks of depths 1 and 2, and `hidden`.
 
     Raises:
         ObjectiveError: no depth asked for, an unknown rollout, or states whose shape is not the batch's.
@@ -55,7 +64,7 @@ def run_rollout(
         chained = rollout == "chain"
         view = state.at(depth) if chained else ChainState(tokens.segments).at(1)
         positions = slot_positions(head, tokens.position_ids, depth if chained else 1)
-        embeddings = head.shared.embed(tokens.slots(depth).input_ids)
+        embeddings = head.shared.embed(tokens.slots(depth).input_ids, detach=detach_embedding)
         out = head.run_depth(depth, embeddings, recycled, positions, mtp_chain=view)
         states.append(out)
         recycled = out.recycled

@@ -1,7 +1,7 @@
 """What a head borrows from its target: the embedding, the lm_head and the final norm.
 
 The head never owns them. They are held outside the module tree, so they are in no state dict, in no optimiser and in no
-cast of the head, and they are cut from the graph: a head's loss does not move the target.
+cast of the head, and unless it is asked for they are cut from the graph: a head's loss does not move the target.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mtp_zoo.checkpoint import CheckpointIndex, TensorReader
 from mtp_zoo.errors import SharedTensorError
+from mtp_zoo.logits import PLAIN, LogitRule
 from mtp_zoo.progress import progress
 from mtp_zoo.quantization import refuse_quantized
 from mtp_zoo.registry import Family, get_family, resolve_family
@@ -28,12 +30,20 @@ class SharedTensors:
         embedding: module that maps token ids to [.., hidden].
         lm_head: module whose `weight` is [vocab, hidden].
         final_norm: the target's last norm; needed by families whose tap lies before it.
+        rule: what the target does behind its lm_head.
     """
 
-    def __init__(self, embedding: nn.Module, lm_head: nn.Module, final_norm: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        embedding: nn.Module,
+        lm_head: nn.Module,
+        final_norm: nn.Module | None = None,
+        rule: LogitRule = PLAIN,
+    ) -> None:
         self.embedding = embedding
         self.lm_head = lm_head
         self.final_norm = final_norm
+        self.rule = rule
 
     @classmethod
     def of(cls, target: Any) -> SharedTensors:
@@ -49,7 +59,8 @@ class SharedTensors:
                 f"{'input' if embedding is None else 'output'} embedding.",
                 remedy="Load the target with its language-model head (AutoModelForCausalLM).",
             )
-        return cls(embedding, lm_head, getattr(language_model(target), "norm", None))
+        decoder = language_model(target)
+        return cls(embedding, lm_head, getattr(decoder, "norm", None), LogitRule.of(decoder.config))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedTensors:
         """A copied head borrows from the same target."""
@@ -63,16 +74,23 @@ class SharedTensors:
     @property
     def lm_head_weight(self) -> Float[Tensor, "vocab hidden"]:
         """The output projection, without a graph."""
-        return cast("Tensor", self.lm_head.weight).detach()
+        return self.projection(detach=True)
 
-    def embed(self, input_ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
-        """Embeddings of the ids, without a graph."""
-        with torch.no_grad():
+    def projection(self, *, detach: bool) -> Float[Tensor, "vocab hidden"]:
+        """The output projection, with its graph unless it is detached; whole, also where it is sharded over ranks."""
+        weight = cast("Tensor", self.lm_head.weight)
+        weight = weight.detach() if detach else weight
+        return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+    def embed(self, input_ids: Int[Tensor, "batch seq"], *, detach: bool = True) -> Float[Tensor, "batch seq hidden"]:
+        """Embeddings of the ids, with their graph unless it is cut."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
             return self.embedding(input_ids)
 
     def logits(self, states: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         """Full logits; for drafting and tests. Losses use chunks (`mtp_zoo.losses`)."""
-        return states.to(self.lm_head_weight.dtype) @ self.lm_head_weight.T
+        weight = self.lm_head_weight
+        return self.rule.apply_(states.to(weight.dtype) @ self.rule.entries(weight).T)
 
 
 def language_model(target: Any) -> Any:
@@ -114,7 +132,7 @@ def load_shared(
     norm.weight = nn.Parameter(tensors[names["final_norm"]], requires_grad=False)
     embedding = nn.Embedding.from_pretrained(tensors[names["embedding"]])
     lm_head = embedding if names["lm_head"] == names["embedding"] else _projection(tensors[names["lm_head"]])
-    return SharedTensors(embedding, lm_head, norm)
+    return SharedTensors(embedding, lm_head, norm, LogitRule.of(factory.config))
 
 
 def _check_shared(index: CheckpointIndex, names: Mapping[str, str], hidden: int) -> None:

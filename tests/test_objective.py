@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_zoo.batch import IGNORED, TokenBatch, ahead
+from mtp_zoo.chunked_loss import DepthLoss, DepthRows
 from mtp_zoo.errors import NotAttachedError, ObjectiveError
 from mtp_zoo.head import DraftHead
 from mtp_zoo.objective import MTPObjective, step_counts
@@ -237,15 +238,16 @@ def test_a_head_that_copies_the_target_matches_it_and_is_accepted_everywhere() -
 
 def test_expected_accept_length_counts_leading_matches_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from mtp_zoo import objective as module
-    from mtp_zoo.losses import ChunkedLoss
 
-    flags = iter([[True, True, False], [True, False, True]])
-    shared = iter([[0.5, 1.0, 0.25], [0.5, 0.5, 1.0]])
+    flags = ([True, True, False], [True, False])
+    shared = ([0.5, 1.0, 0.25], [0.5, 0.5])
 
-    def fake(states: Tensor, *args: Any, **kwargs: Any) -> ChunkedLoss:
-        n = len(states)
-        matched = torch.tensor(next(flags)[:n])
-        return ChunkedLoss(states.sum() * 0, matched, matched, torch.tensor(next(shared)[:n]))
+    def fake(depths: list[DepthRows], *args: Any, **kwargs: Any) -> tuple[Tensor, list[DepthLoss]]:
+        parts = [
+            DepthLoss(torch.zeros(len(rows.states)), matched := torch.tensor(flag), matched, torch.tensor(share))
+            for rows, flag, share in zip(depths, flags, shared, strict=True)
+        ]
+        return torch.zeros(()), parts
 
     monkeypatch.setattr(module, "chunked_loss", fake)
     # Five tokens: depth 1 has slots 0, 1, 2 and depth 2 has slots 0, 1. Slots with both: 0 (yes, yes) and 1 (yes, no).
@@ -256,7 +258,20 @@ def test_expected_accept_length_counts_leading_matches_only(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "options", [{"depths": 0}, {"weights": (1,)}, {"weights": (1, -1, 1)}, {"reduction": "mean"}, {"chunk_size": 0}]
+    "options",
+    [
+        {"depths": 0},
+        {"weights": (1,)},
+        {"weights": (1, -1, 1)},
+        {"reduction": "mean"},
+        {"chunk_size": 0},
+        {"temperature": 0.0},
+        {"top_k": 0},
+        {"detach": {"head"}},
+        {"agreement": False, "loss": "kl"},
+        {"loss": ["ce", "kl"]},
+    ],
+    ids=str,
 )
 def test_an_objective_that_makes_no_sense_is_refused(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the tests' own type checks

@@ -47,7 +47,7 @@ Share: TypeAlias = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, lt=1)
 UpToOne: TypeAlias = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)]
 Decay: TypeAlias = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
 Place: TypeAlias = Annotated[Path, AfterValidator(Path.expanduser)]
-LossName: TypeAlias = Literal["kl", "ce"]
+LossName: TypeAlias = Literal["kl", "ce", "reverse_kl", "tv", "lk"]
 Tracker: TypeAlias = Literal[
     "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
 ]
@@ -110,8 +110,8 @@ class ObjectiveConfig(Section):
     depths: Count = Field(default=3, description="Draft depths to train, 1..depths.")
     loss: LossName | dict[LossName, Positive] = Field(
         default="kl",
-        description="`kl`: to the target's own distribution; `ce`: to the next token of the text; or a weighted "
-        "mix such as {kl: 0.9, ce: 0.1}.",
+        description="`kl`: to the target's own distribution; `ce`: to the next token of the text; `reverse_kl`, `tv`, `lk`: "
+        "other distances from the target's distribution; or a weighted mix such as {kl: 0.9, ce: 0.1}.",
     )
     beta: Positive | None = Field(
         default=None,
@@ -131,7 +131,7 @@ class ObjectiveConfig(Section):
     @classmethod
     def _some_loss(cls, value: LossName | dict[LossName, float]) -> LossName | dict[LossName, float]:
         if not value:
-            raise ValueError("expected 'kl', 'ce' or a mix of them, got an empty mapping")
+            raise ValueError("expected a loss or a mix of losses, got an empty mapping")
         return value
 
     @field_validator("weights")

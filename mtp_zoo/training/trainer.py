@@ -24,9 +24,10 @@ from mtp_zoo.errors import ObjectiveError
 from mtp_zoo.exporter import check_export, export
 from mtp_zoo.head import DraftHead
 from mtp_zoo.loader import load_head
-from mtp_zoo.objective import MTPOutput, MTPStats, step_counts
+from mtp_zoo.objective import MTPOutput, step_counts
 from mtp_zoo.overlay import refuse_existing
 from mtp_zoo.registry import resolve_family
+from mtp_zoo.stats import MTPStats
 from mtp_zoo.targets import target_states
 from mtp_zoo.training.bar import TrainingBar
 from mtp_zoo.training.batches import BatchPlan
@@ -41,7 +42,7 @@ from mtp_zoo.training.config import TrainConfig
 from mtp_zoo.training.curves import EVAL, training_report
 from mtp_zoo.training.data import load_rows
 from mtp_zoo.training.launch import make_accelerator, require_trackers
-from mtp_zoo.training.loss import HeadLoss, freeze_unused, make_objective, no_stats
+from mtp_zoo.training.loss import freeze_unused, make_objective
 from mtp_zoo.training.optimizer import learning_rate, make_optimizer
 from mtp_zoo.training.result import TrainResult
 from mtp_zoo.training.rundir import RunDirectory, digest
@@ -109,7 +110,7 @@ class Trainer:
         self.head = self._load_head()
         self.objective = make_objective(self.head, config.objective)
         self.optimizer = make_optimizer(self.head, config.optimizer)
-        self.module = self.accelerator.prepare(HeadLoss(self.objective))
+        self.module = self.accelerator.prepare(self.objective)
 
     def fit(self) -> TrainResult:
         """Train, write the report, export.
@@ -164,7 +165,7 @@ class Trainer:
         self.head.eval()
         rank, size = self.accelerator.process_index, self.config.batch_size
         numbers = range(rank, len(self.eval_rows), self.accelerator.num_processes)
-        stats = no_stats(self.objective.depths, self.accelerator.device)
+        stats = MTPStats.none(self.objective.depths, self.accelerator.device)
         for start in range(0, len(numbers), size):
             tokens = self.eval_rows.batch(numbers[start : start + size]).to(self.accelerator.device)
             stats += self._loss(tokens, None).stats

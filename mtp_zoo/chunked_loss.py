@@ -1,0 +1,240 @@
+"""The losses of all depths over a large vocabulary, in chunks of tokens, in one pass.
+
+Logits of a 248,320-entry vocabulary take 1 MB a token in FP32; a batch of them is never held. Each chunk computes the
+target's logits once for every depth that predicts the same token, the head's logits, the losses, their gradient on the
+states (and on the lm_head, if it trains), and what verification would accept; then it drops the logits. Memory is
+O(chunk x vocab), and the backward pass only hands out [tokens, hidden] gradients that are there already.
+
+    target rows        0   1   2   3   4   5         depth 1 and depth 2 both predict the token behind target row 3:
+    depth 1 states     a0  a1  a2  a3  a4  .         depth 1 from slot t = 2 (row t + 1), depth 2 from slot t = 1 (row t + 2),
+    depth 2 states     .   b1  b2  b3  .   .         and one target distribution serves both
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mtp_zoo.logits import PLAIN, LogitRule, add_weight_gradient_, compute_dtype, project, project_back
+from mtp_zoo.losses import WHOLE, Comparison, Mix, Side, accepted, mixed
+
+CHUNK_ELEMENTS = {"cpu": 2**25, "other": 2**28}
+"""Logits that a chunk may hold by default, head and target together: 128 MiB of FP32 on a CPU, 1 GiB elsewhere."""
+
+BLOCK_ELEMENTS = 2**20
+"""Logits that a CPU works on at a time within a chunk: what the losses make of them stays in its cache."""
+
+
+@dataclass(frozen=True)
+class DepthRows:
+    """The slots of one depth that count.
+
+    Attributes:
+        states: what the head puts in front of the lm_head.
+        labels: the tokens that the text holds.
+        target_rows: for each slot, the row of the target states that predicts the same token; rising.
+        mix: losses and their weights.
+        scale: what the sum of the depth's losses is multiplied by in the total.
+    """
+
+    states: Float[Tensor, "n hidden"]
+    labels: Int[Tensor, " n"]
+    target_rows: Int[Tensor, " n"]
+    mix: Mix
+    scale: Float[Tensor, ""]
+
+
+@dataclass(frozen=True)
+class DepthLoss:
+    """Losses of n slots, without a graph.
+
+    Attributes:
+        values: the mixed loss of every slot.
+        correct: the head's first choice is the label.
+        matched: the head's first choice is the target's: what greedy verification accepts. None without a target.
+        accepted: sum of min(p, q), under the comparison's temperature: the probability with which rejection sampling
+            accepts. None without a target.
+    """
+
+    values: Float[Tensor, " n"]
+    correct: Bool[Tensor, " n"]
+    matched: Bool[Tensor, " n"] | None
+    accepted: Float[Tensor, " n"] | None
+
+
+def chunked_loss(
+    depths: Sequence[DepthRows],
+    target_states: Float[Tensor, "rows hidden"] | None,
+    lm_head: Float[Tensor, "vocab hidden"],
+    *,
+    rule: LogitRule = PLAIN,
+    comparison: Comparison = WHOLE,
+    chunk_size: int | None = None,
+) -> tuple[Float[Tensor, ""], list[DepthLoss]]:
+    """sum over depths of scale * sum over slots of the mixed loss, and each depth's losses and agreement.
+
+    Args:
+        depths: the slots that count.
+        target_states: what the target puts in front of the lm_head; taken without a graph. None: mixes of `ce` alone, and
+            no agreement with the target.
+        lm_head: the shared output projection; gets a gradient where it asks for one.
+        rule: what the model does behind the projection.
+        comparison: how divergences compare the two distributions.
+        chunk_size: target rows a chunk; None fits `CHUNK_ELEMENTS`.
+    """
+    differentiate = torch.is_grad_enabled() and any(t.requires_grad for t in (lm_head, *(d.states for d in depths)))
+    states = [depth.states for depth in depths]
+    with torch.no_grad():
+        run = _Run(depths, target_states, _autocast(lm_head.detach()), rule, comparison)
+        run.compute(chunk_size, differentiate, differentiate and lm_head.requires_grad)
+        total = torch.stack([loss.values.sum() * d.scale for loss, d in zip(run.losses, depths, strict=True)]).sum()
+    if differentiate:
+        total = cast("Tensor", _Known.apply(total, run.grads, run.weight_grad, lm_head, *states))
+    return total, run.losses
+
+
+class _Known(torch.autograd.Function):
+    """A loss whose gradients are known already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: Tensor, grads: list[Tensor], weight_grad: Tensor | None, weight: Tensor, *states: Tensor
+    ) -> Tensor:
+        kept = [grad.to(state.dtype) for grad, state in zip(grads, states, strict=True)]
+        ctx.save_for_backward(None if weight_grad is None else weight_grad.to(weight.dtype), *kept)
+        return total.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *outer: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        weight_grad, *grads = ctx.saved_tensors
+        factor = outer[0]
+        scaled = [grad * factor.to(grad.dtype) for grad in grads]
+        return None, None, None, None if weight_grad is None else weight_grad * factor.to(weight_grad.dtype), *scaled
+
+
+def _autocast(weight: Tensor) -> Tensor:
+    """The weight in the dtype in which a matrix product would run here."""
+    device = weight.device.type
+    return weight.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight
+
+
+class _Run:
+    """One pass over all chunks."""
+
+    def __init__(
+        self,
+        depths: Sequence[DepthRows],
+        target_states: Tensor | None,
+        weight: Tensor,
+        rule: LogitRule,
+        comparison: Comparison,
+    ) -> None:
+        self.depths, self.target_states, self.rule, self.comparison = depths, target_states, rule, comparison
+        self.weight = rule.entries(weight)
+        self.rows = [depth.target_rows.tolist() for depth in depths]
+        self.losses = [_empty(depth, self.weight, target_states is not None) for depth in depths]
+        self.grads = [torch.zeros(depth.states.shape, dtype=loss.values.dtype, device=weight.device)
+                      for depth, loss in zip(depths, self.losses, strict=True)]  # fmt: skip
+        self.weight_shape = weight.shape
+        self.weight_grad: Tensor | None = None
+
+    def compute(self, chunk_size: int | None, differentiate: bool, differentiate_weight: bool) -> None:
+        """Fill losses and gradients."""
+        if differentiate_weight:
+            self.weight_grad = self.weight.new_zeros(self.weight_shape, dtype=compute_dtype(self.weight))
+        last = max((rows[-1] for rows in self.rows if rows), default=-1)
+        size = chunk_size or self._default_chunk()
+        with torch.autocast(self.weight.device.type, enabled=False):
+            for start in range(0, last + 1, size):
+                self._chunk(start, min(start + size, last + 1), differentiate)
+
+    def _default_chunk(self) -> int:
+        sides = len(self.depths) + (self.target_states is not None)
+        budget = CHUNK_ELEMENTS.get(self.weight.device.type, CHUNK_ELEMENTS["other"])
+        return max(1, budget // (sides * len(self.weight)))
+
+    def _chunk(self, start: int, stop: int, differentiate: bool) -> None:
+        """All depths whose target row lies in start:stop; their logits come out of one product, and so does the gradient."""
+        spans = [_span(rows, start, stop) for rows in self.rows]
+        states = torch.cat([depth.states[span].detach() for depth, span in zip(self.depths, spans, strict=True)])
+        if not len(states):
+            return
+        logits = self._logits(states)
+        target = None if self.target_states is None else self._logits(self.target_states[start:stop].detach())
+        for first, last in self._blocks(start, stop):
+            side = None if target is None else Side(target[first - start : last - start])
+            offset = 0
+            for number, span in enumerate(spans):
+                part = _span(self.rows[number], first, last)
+                place = slice(offset + part.start - span.start, offset + part.stop - span.start)
+                if part.start < part.stop:
+                    logits[place] = self._block(number, part, logits[place], side, first)
+                offset += span.stop - span.start
+        if differentiate:
+            self._add_gradients(spans, logits, states)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        return self.rule.apply_(project(states, self.weight))
+
+    def _block(self, number: int, here: slice, logits: Tensor, target: Side | None, first: int) -> Tensor:
+        """Losses of some slots of one depth; returns the gradient on the product behind their logits."""
+        depth, loss, how = self.depths[number], self.losses[number], self.comparison
+        head, labels, pair = Side(logits), depth.labels[here], None
+        if target is not None:
+            opposite = target.rows(_index(self.rows[number][here], first))
+            pair = head.at(how.temperature), opposite.at(how.temperature)
+            assert loss.matched is not None
+            assert loss.accepted is not None
+            loss.matched[here] = head.choice == opposite.choice
+            loss.accepted[here] = accepted(*pair)
+        loss.correct[here] = head.choice == labels
+        loss.values[here], grad = mixed(depth.mix, head, pair, labels, how)
+        return self.rule.backward_(grad, logits)
+
+    def _add_gradients(self, spans: Sequence[slice], grad: Tensor, states: Tensor) -> None:
+        scales = torch.cat([d.scale.expand(s.stop - s.start) for d, s in zip(self.depths, spans, strict=True)])
+        back = project_back(grad, self.weight) * scales[:, None]
+        for total, part, span in zip(
+            self.grads, back.split([span.stop - span.start for span in spans]), spans, strict=True
+        ):
+            total[span] = part
+        if self.weight_grad is not None:
+            add_weight_gradient_(self.rule.entries(self.weight_grad), grad, states.to(grad.dtype) * scales[:, None])
+
+    def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        rows = stop - start
+        if self.weight.device.type == "cpu":
+            rows = max(torch.get_num_threads(), BLOCK_ELEMENTS // len(self.weight))
+        for first in range(start, stop, rows):
+            yield first, min(first + rows, stop)
+
+
+def _empty(depth: DepthRows, weight: Tensor, compared: bool) -> DepthLoss:
+    n, device = len(depth.states), weight.device
+    values = torch.empty(n, dtype=compute_dtype(weight), device=device)
+    flags = torch.empty(n, dtype=torch.bool, device=device)
+    return DepthLoss(
+        values, flags, torch.empty_like(flags) if compared else None, torch.empty_like(values) if compared else None
+    )
+
+
+def _span(rows: list[int], start: int, stop: int) -> slice:
+    """Where the rising `rows` lie in start:stop."""
+    return slice(bisect_left(rows, start), bisect_left(rows, stop))
+
+
+def _index(rows: list[int], first: int) -> slice | list[int]:
+    """`rows` counted from `first`; a slice where none is left out, so that nothing is copied."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0] - first, rows[-1] - first + 1)
+    return [row - first for row in rows]

@@ -1,0 +1,120 @@
+"""MTPStats: what a batch measured, as sums that add up over micro-batches, ranks and evaluation sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mtp_zoo.chunked_loss import DepthLoss
+
+
+@dataclass(frozen=True)
+class MTPStats:
+    """Sums of one or several batches; `a + b` is what one batch of both would give.
+
+    Attributes:
+        loss, slots, correct: [depths], sums over gated slots.
+        matched, accepted: the same; None where agreement with the target was not measured.
+        leading_greedy: sum over slots with every gate open of the number of leading depths that match the target, or None.
+        leading_sampled: the same for rejection sampling, in expectation.
+        full_slots: number of slots with every gate open.
+    """
+
+    loss: Tensor
+    slots: Tensor
+    correct: Tensor
+    matched: Tensor | None
+    accepted: Tensor | None
+    leading_greedy: Tensor | None
+    leading_sampled: Tensor | None
+    full_slots: Tensor
+
+    @classmethod
+    def none(cls, depths: int, device: torch.device) -> MTPStats:
+        """The sums of no batch."""
+        each = torch.zeros(depths, dtype=torch.float64, device=device)
+        one = torch.zeros((), dtype=torch.float64, device=device)
+        return cls(each, each, each, each, each, one, one, one)
+
+    def __add__(self, other: MTPStats) -> MTPStats:
+        mine, theirs = self._values(), other._values()
+        sums = (None if a is None or b is None else a + b for a, b in zip(mine, theirs, strict=True))
+        return MTPStats(*sums)  # type: ignore[arg-type]
+
+    def all_reduce(self) -> MTPStats:
+        """The sums over all ranks; itself where torch.distributed is not initialised."""
+        return MTPStats(*(None if value is None else all_reduce(value) for value in self._values()))  # type: ignore[arg-type]
+
+    def _values(self) -> list[Tensor | None]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def metrics(self) -> dict[str, float]:
+        """Micro averages: sums over counts. A depth without slots reports `mtp/slots_k` 0 and zeros."""
+        named = {"loss": self.loss, "acc": self.correct, "match": self.matched, "accept": self.accepted}
+        out: dict[str, float] = {}
+        for index, slots in enumerate(self.slots.tolist()):
+            for name, sums in named.items():
+                if sums is not None:
+                    out[f"mtp/{name}_{index + 1}"] = float(sums[index]) / max(slots, 1)
+            out[f"mtp/slots_{index + 1}"] = slots
+        full = max(float(self.full_slots), 1.0)
+        for name, lengths in (("", self.leading_greedy), ("_sampled", self.leading_sampled)):
+            if lengths is not None:
+                out[f"mtp/accept_length{name}"] = 1.0 + float(lengths) / full
+        return out
+
+
+def gather_stats(gates: Sequence[Bool[Tensor, "batch seq"]], losses: Sequence[DepthLoss]) -> MTPStats:
+    """The sums of one batch.
+
+    Args:
+        gates: which slots of each depth count.
+        losses: of these slots, in their order.
+    """
+    every = torch.stack(list(gates)).all(dim=0)
+    compared = [
+        (loss.matched, loss.accepted) for loss in losses if loss.matched is not None and loss.accepted is not None
+    ]
+    known = len(compared) == len(losses)
+    return MTPStats(
+        loss=_sums(loss.values for loss in losses),
+        slots=_sums(gates),
+        correct=_sums(loss.correct for loss in losses),
+        matched=_sums(matched for matched, _ in compared) if known else None,
+        accepted=_sums(accepted for _, accepted in compared) if known else None,
+        leading_greedy=_leading(every, gates, [matched.float() for matched, _ in compared]) if known else None,
+        leading_sampled=_leading(every, gates, [accepted for _, accepted in compared]) if known else None,
+        full_slots=every.double().sum(),
+    )
+
+
+def _sums(values: Iterable[Tensor]) -> Float[Tensor, " depths"]:
+    return torch.stack([value.detach().double().sum() for value in values])
+
+
+def _leading(every: Tensor, gates: Sequence[Tensor], accepted: Sequence[Tensor]) -> Float[Tensor, ""]:
+    """Sum over the slots of `every` of the expected number of leading depths that are accepted.
+
+    Example: accepted with probabilities 1, 0.5 and 0.5, a slot expects 1 + 0.5 + 0.25 of them.
+    """
+    chance = every.double()
+    total = torch.zeros_like(chance)
+    for gate, values in zip(gates, accepted, strict=True):
+        grid = torch.zeros_like(chance)
+        grid[gate] = values.to(grid.dtype)
+        chance = chance * grid
+        total = total + chance
+    return total.sum()
+
+
+def all_reduce(value: Tensor) -> Tensor:
+    """The sum over all ranks; itself where torch.distributed is not initialised."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    value = value.clone()
+    torch.distributed.all_reduce(value)
+    return value
