@@ -115,6 +115,7 @@ class DraftHead(nn.Module):
         device: where parameters are made; "meta" makes shapes only.
 
     Attributes:
+        config: the checkpoint's config.
         engine: the engine whose conventions to follow where engines differ; None is the training default.
         report, origin: what `load_head` read and from where.
     """
@@ -140,6 +141,7 @@ class DraftHead(nn.Module):
             )
         register_attention()
         self.family = family
+        self.config = config
         self.site = HeadSite(family, first_layer)
         self.spec = family.spec
         self.engine: Engine | None = None
