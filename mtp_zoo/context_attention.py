@@ -78,9 +78,7 @@ class KeyPlaces:
                 "Attending over a split batch: other ranks hold some of the keys, and the batch was split without a group.",
                 remedy="Pass group= to split.",
             )
-        from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
-
-        return flex_cp_allgather(key, value, 2, self.group.group_name)
+        return _torch_gather()(key, value, 2, self.group.group_name)
 
 
 class ContextState:
@@ -145,6 +143,19 @@ def context_attention(
     attend = _flex if query.device.type == "cuda" else _dense
     out = attend(query, keys, values, mtp_chain, scaling)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _torch_gather() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The collective of torch's own context-parallel flex attention. It is experimental: its place has moved before."""
+    try:
+        from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
+    except ImportError as error:
+        raise ParallelError(
+            f"Attending over a split batch: torch {torch.__version__} has no context-parallel gather in "
+            "torch.distributed.tensor.experimental._context_parallel.",
+            remedy="Use torch 2.13.",
+        ) from error
+    return flex_cp_allgather
 
 
 def _refuse_unsupported(module: Any, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
