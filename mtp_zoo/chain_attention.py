@@ -33,7 +33,6 @@ Layer code is untouched: `DraftHead` passes a `ChainView` as a plain keyword, an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,30 +42,32 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mtp_zoo.batch import Segment
 from mtp_zoo.blocks import ATTENTION
+from mtp_zoo.context_attention import ContextView, context_attention
 from mtp_zoo.prefix_attention import prefix_backward, prefix_forward
 
 
-@dataclass
 class ChainState:
     """Rotated keys and values of every (layer, depth) of one rollout.
 
-    Writes are idempotent, so that the recomputation under gradient checkpointing neither appends nor sees later depths.
+    Writes are idempotent, so that the recomputation under gradient checkpointing neither appends nor sees later depths. No
+    dataclass, nor is the view: FSDP2 copies every dataclass that a module is called with, and writes would be lost.
     """
 
-    segments: Sequence[Segment]
-    keys_values: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        self.keys_values: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def at(self, step: int) -> ChainView:
         """The state as depth `step` (1-based) sees it."""
         return ChainView(self, step)
 
 
-@dataclass(frozen=True)
 class ChainView:
     """One depth's view of a `ChainState`."""
 
-    state: ChainState
-    step: int
+    def __init__(self, state: ChainState, step: int) -> None:
+        self.state = state
+        self.step = step
 
     def visible(self, layer: int, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of depths 1..step; stores this depth's own."""
@@ -93,17 +94,21 @@ def chain_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    mtp_chain: ChainView | None = None,
+    mtp_chain: ChainView | ContextView | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [batch, heads, seq, head_dim], key and value with fewer heads under GQA.
 
-    Without `mtp_chain` (drafting with a KV cache) this is transformers' own sdpa attention, under `cache_mask`.
+    Without `mtp_chain` (drafting with a KV cache) this is transformers' own sdpa attention, under `cache_mask`; on a batch that
+    is cut along its slots it is `context_attention`.
     """
     if mtp_chain is None:
         mask = cache_mask(attention_mask, query.shape[2], key.shape[2], sliding_window, query.device)
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+    if isinstance(mtp_chain, ContextView):
+        kwargs = {"mtp_chain": mtp_chain, "sliding_window": sliding_window, **kwargs}
+        return context_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     groups = query.shape[1] // key.shape[1]
     pairs = [
         (_repeat_heads(k, groups), _repeat_heads(v, groups)) for k, v in mtp_chain.visible(module.layer_idx, key, value)

@@ -38,12 +38,12 @@ def shard_head(head: DraftHead, mesh: Any = None, *, mp_policy: Any = None) -> D
     Raises:
         ParallelError: torch.distributed is not initialised, the head is sharded, or its floats are of several dtypes.
     """
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     _check_shardable(head)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy or MixedPrecisionPolicy()}
     for module in (*(cast("DraftDepth", depth).block for depth in head.depths), head):
-        sharded = cast("FSDPModule", fully_shard(cast("nn.Module", module), **options))
+        sharded = fully_shard(cast("nn.Module", module), **options)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction that takes a factor
     return head

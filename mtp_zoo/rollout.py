@@ -12,12 +12,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from mtp_zoo.chain_attention import ChainState
+from mtp_zoo.context_parallel import ShardedBatch
 from mtp_zoo.errors import ObjectiveError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from mtp_zoo.batch import TokenBatch
+    from mtp_zoo.context_attention import ContextState
     from mtp_zoo.head import DepthState, DraftModule
 
 Rollout: TypeAlias = Literal["chain", "sequence"]
@@ -59,16 +61,20 @@ def run_rollout(
             f"[{tokens.shape[0]}, {tokens.shape[1]}, hidden]; got {depths}, {rollout!r} and {list(hidden.shape)}.",
             remedy="Compute the hidden states from the same TokenBatch (mtp_zoo.target_states).",
         )
-    state, states, recycled = ChainState(tokens.segments), [], hidden
+    state, states, recycled = _chain_state(tokens), [], hidden
     for depth in range(1, depths + 1):
         chained = rollout == "chain"
-        view = state.at(depth) if chained else ChainState(tokens.segments).at(1)
+        view = state.at(depth) if chained else _chain_state(tokens).at(1)
         positions = slot_positions(head, tokens.position_ids, depth if chained else 1)
         embeddings = head.shared.embed(tokens.slots(depth).input_ids, detach=detach_embedding)
         out = head.run_depth(depth, embeddings, recycled, positions, mtp_chain=view)
         states.append(out)
         recycled = out.recycled
     return states
+
+
+def _chain_state(tokens: TokenBatch) -> ChainState | ContextState:
+    return tokens.chain_state() if isinstance(tokens, ShardedBatch) else ChainState(tokens.segments)
 
 
 def slot_positions(head: DraftModule, position_ids: Tensor, depth: int) -> Tensor:
