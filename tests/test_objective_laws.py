@@ -24,13 +24,13 @@ from tests import oracle_objective
 from tests.heads import HIDDEN, VOCAB, tiny_head
 from tests.oracle_objective import Options, Text, objective
 
-LOSS = 1e-5
-"""The same FP32 states from sums in another order (1e-6 seen); a slot too many or too few moves a loss by 1e-2."""
+LOSS = 5e-6
+"""The same FP32 states from sums in another order (2e-7 seen); a slot too many or too few moves a loss by 1e-2."""
 
-GRADIENT = 1e-4
-"""Relative to the largest gradient of a tensor, for the same reason (1e-5 seen)."""
+GRADIENT = 2e-4
+"""Relative to the largest gradient of a tensor, for the same reason (2e-5 seen)."""
 
-NOTHING = 1e-3
+NOTHING = 1e-2
 """A tensor whose gradient is this much smaller than the head's largest may hold nothing but rounding, as that of a key that
 no other key competes with."""
 
