@@ -27,6 +27,7 @@ from mtp_zoo.head import DraftHead
 from mtp_zoo.loader import load_head
 from mtp_zoo.loss_weight import configured_lambda
 from mtp_zoo.objective import DETACH, MTPObjective, MTPOutput
+from mtp_zoo.objective import Path as Cut
 from mtp_zoo.shared import language_model
 
 Mode: TypeAlias = Literal["joint", "mtp_only"]
@@ -125,7 +126,7 @@ def attach(
     depths: int = 1,
     loss: str | Mapping[str, float] | Sequence[str | Mapping[str, float]] = "ce",
     mtp_lambda: float | None = None,
-    detach: Collection[str] = DETACH,
+    detach: Collection[Cut] = DETACH,
     mode: Mode = "joint",
     **objective_options: Any,
 ) -> Any:

@@ -136,6 +136,7 @@ def test_evaluation_sees_what_the_model_alone_returns(root: Path, tmp_path: Path
     assert (plain == with_head).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("best", [False, True])
 def test_a_resumed_run_goes_on_like_one_that_was_not_cut(best: bool, root: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3, "save_steps": 2, "save_strategy": "steps"}
@@ -149,7 +150,9 @@ def test_a_resumed_run_goes_on_like_one_that_was_not_cut(best: bool, root: Path,
     assert same(joint(place).state_dict(), cut.state_dict(), cut.state_dict())
     trainer(resumed, tmp_path / "cut", max_steps=4, **options).train(resume_from_checkpoint=str(place))
     assert_same(weights(resumed), weights(whole), 1e-6)
-    assert not torch.equal(weights(resumed)["mtp_head.depths.0.norm.weight"], weights(cut)["mtp_head.depths.0.norm.weight"])
+    assert not torch.equal(
+        weights(resumed)["mtp_head.depths.0.norm.weight"], weights(cut)["mtp_head.depths.0.norm.weight"]
+    )
 
 
 def test_mixed_precision_keeps_the_mtp_loss(root: Path, tmp_path: Path) -> None:
@@ -197,9 +200,7 @@ def sft(model: Any, place: Path, **options: Any) -> Any:
     peft = options.pop("peft_config", None)
     data = Dataset.from_list([{"input_ids": ids(1, n, n)[0].tolist()} for n in LENGTHS])
     arguments = SFTConfig(**{**settings, **options})
-    return SFTTrainer(
-        model=model, args=arguments, train_dataset=data, processing_class=tokenizer(), peft_config=peft
-    )
+    return SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer(), peft_config=peft)
 
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
