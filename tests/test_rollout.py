@@ -183,7 +183,7 @@ def test_zeroing_the_first_embedding_follows_the_engine() -> None:
     assert torch.equal(states[None], states["sglang"])
     assert not torch.allclose(states[None], states["vllm"])
     shared = head.shared.embed
-    head.shared.embed = lambda ids: shared(ids) * (ids != 21)[..., None]  # type: ignore[method-assign] - 21 enters slot 0
+    head.shared.embed = lambda ids, **kwargs: shared(ids, **kwargs) * (ids != 21)[..., None]  # type: ignore[method-assign] - 21 enters slot 0
     head.engine = "sglang"
     assert torch.equal(head(tokens, hidden, depths=1)[0].normed, states["vllm"])
 
