@@ -13,9 +13,6 @@ from typing import Any, cast
 
 from mtp_zoo.errors import ModelConfigError
 
-DEFAULT_LAMBDA = 0.1
-"""Weight of the MTP loss where neither the caller nor the config names one: Megatron-Core's and verl's default."""
-
 NAMES = ("mtp_loss_scaling_factor", "mtp_loss_weight")
 """Fields that hold the weight, at the top level and in `text_config`."""
 

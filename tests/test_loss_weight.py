@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mtp_zoo.errors import ModelConfigError
-from mtp_zoo.loss_weight import DEFAULT_LAMBDA, configured_lambda
+from mtp_zoo.loss_weight import configured_lambda
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,6 @@ from mtp_zoo.loss_weight import DEFAULT_LAMBDA, configured_lambda
 def test_every_known_name_is_read_and_silence_is_no_number(config: dict[str, Any], expected: float | None) -> None:
     """https://github.com/unslothai/unsloth/pull/6557"""
     assert configured_lambda(config) == expected
-
-
-def test_the_default_is_the_documented_tenth_and_not_one() -> None:
-    assert DEFAULT_LAMBDA == 0.1
 
 
 def test_names_that_disagree_are_refused_with_all_of_them() -> None:
