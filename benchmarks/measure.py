@@ -1,4 +1,4 @@
-"""Run a function in a process of its own and report its peak memory and time. Linux only: the kernel keeps the peak."""
+"""Peak memory and time of a piece of work. Linux only: the kernel keeps the peak. Needs the standard library alone."""
 
 from __future__ import annotations
 
@@ -18,20 +18,28 @@ def _resident(field: str) -> float:
     return int(found.group(1)) / 2**20
 
 
-def _child(pipe: Any, prepare: Callable[[], Any], work: Callable[[Any], Any], repeats: int) -> None:
-    state = prepare()
+def watch(work: Callable[[], Any], repeats: int, warm_up: Callable[[], Any] | None = None) -> tuple[list[float], float]:
+    """(seconds of each repeat, peak GiB above what is resident at the start, warm-up included) in this process."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
     base = _resident("VmRSS")
+    if warm_up is not None:
+        warm_up()
     times: list[float] = []
     for _ in range(repeats):
         began = time.perf_counter()
-        work(state)
+        work()
         times.append(time.perf_counter() - began)
-    pipe.send((statistics.median(times), _resident("VmHWM") - base))
+    return times, _resident("VmHWM") - base
+
+
+def _child(pipe: Any, prepare: Callable[[], Any], work: Callable[[Any], Any], repeats: int) -> None:
+    state = prepare()
+    times, peak = watch(lambda: work(state), repeats)
+    pipe.send((statistics.median(times), peak))
 
 
 def measure(prepare: Callable[[], Any], work: Callable[[Any], Any], *, repeats: int = 3) -> tuple[float, float]:
-    """(median seconds, peak extra GiB) of `work(prepare())`; both must be importable by name."""
+    """(median seconds, peak extra GiB) of `work(prepare())` in a process of its own; both must be importable by name."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(theirs, prepare, work, repeats))
