@@ -254,9 +254,9 @@ class DraftHead(nn.Module):
         """Parameters that take gradients; never the target's."""
         return (parameter for parameter in self.parameters() if parameter.requires_grad)
 
-    def gradient_checkpointing_enable(self) -> None:
-        """Recompute each depth in the backward pass; memory then grows by one state a depth."""
-        self._checkpointing = True
+    def gradient_checkpointing_enable(self, enable: bool = True) -> None:
+        """Recompute each depth in the backward pass, or stop doing so; memory then grows by one state a depth."""
+        self._checkpointing = enable
 
     def run_depth(
         self, depth: int, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, **attention: Any
