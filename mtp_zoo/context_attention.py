@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
@@ -39,15 +38,15 @@ class KeyPlaces:
     """Where queries and keys lie.
 
     Attributes:
-        slots, doc_ids: of this rank's queries.
-        key_slots, key_doc_ids: of the gathered keys, rank 0 first.
+        slots, doc_ids: [batch, local], of this rank's queries.
+        key_slots, key_doc_ids: [batch, seq], of the gathered keys, rank 0 first.
         group: the ranks that hold the parts.
     """
 
-    slots: Int[Tensor, "batch seq"]
-    doc_ids: Int[Tensor, "batch seq"]
-    key_slots: Int[Tensor, "batch whole"]
-    key_doc_ids: Int[Tensor, "batch whole"]
+    slots: Tensor
+    doc_ids: Tensor
+    key_slots: Tensor
+    key_doc_ids: Tensor
     group: ProcessGroup | None
 
     def visibility(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

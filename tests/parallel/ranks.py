@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +33,5 @@ def _rank(rank: int, size: int, function: Callable[..., Any], folder: str, args:
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:
         torch.save(function(rank, *args), f"{folder}/rank{rank}.pt")
-    except BaseException:
-        traceback.print_exc()
-        raise
     finally:
         torch.distributed.destroy_process_group()
