@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
-from tiny_checkpoint import collate, make, out_folder, rows, show
+from tiny_checkpoint import collate, make, make_tokenizer, out_folder, rows, show
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -36,6 +36,7 @@ def main() -> None:
         is_main_process=accelerator.is_main_process,
         state_dict=accelerator.get_state_dict(model),
     )
+    make_tokenizer().save_pretrained(out / "trained")
     show(history[0], history[-1], out / "trained")
 
 

@@ -7,7 +7,7 @@ loss of one big batch, however it is cut.
 from __future__ import annotations
 
 import torch
-from tiny_checkpoint import collate, make, out_folder, rows, show
+from tiny_checkpoint import collate, make, make_tokenizer, out_folder, rows, show
 from transformers import AutoModelForCausalLM
 
 import mtp_zoo as mz
@@ -40,6 +40,7 @@ def main() -> None:
         sums = {name: sum(each[name] for each in measured) for name in measured[0]}
         history.append({**sums, "accept length": float(result.metrics["mtp/accept_length"])})
     model.save_pretrained(out / "trained")
+    make_tokenizer().save_pretrained(out / "trained")
     show(history[0], history[-1], out / "trained")
 
 

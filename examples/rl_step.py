@@ -62,6 +62,7 @@ def main() -> None:
         measured = {"reward": rewards.mean().item(), "mtp_loss": result.mtp_loss.item()}
         history.append({**measured, "accept length": float(result.metrics["mtp/accept_length"])})
     model.save_pretrained(out / "trained")
+    make_tokenizer().save_pretrained(out / "trained")
     show(history[0], history[-1], out / "trained")
 
 
