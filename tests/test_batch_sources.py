@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
@@ -16,7 +19,7 @@ _ = IGNORED
 
 
 def row(*values: int) -> Tensor:
-    return torch.tensor([values])
+    return torch.tensor([values], dtype=torch.int64)
 
 
 def cu(*values: int) -> Tensor:
@@ -267,6 +270,35 @@ def test_a_source_of_another_shape_is_refused_by_name(name: str) -> None:
 def test_ids_without_a_batch_axis_are_refused() -> None:
     with pytest.raises(BatchError, match=r"expected input_ids \[batch, seq\] = \[3\]"):
         TokenBatch.all_tokens(torch.arange(3))
+
+
+spans = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=5)
+
+
+@settings(max_examples=60)
+@given(spans=spans)
+def test_random_layouts_are_the_same_by_every_source(spans: list[tuple[int, int]]) -> None:
+    """Documents of some length, none included, each with some padding behind it."""
+    lengths, rooms = [length for length, _ in spans], [length + pad for length, pad in spans]
+    documents, positions = [], []
+    for length, pad in spans:
+        number = max(documents, default=-1) + 1
+        documents += [number] * length + [PADDING] * pad
+        positions += [*range(length), *[0] * pad]
+    mask = {"attention_mask": row(*(int(number != PADDING) for number in documents))}
+    bounds = {
+        "cu_seqlens": cu(0, *accumulate(lengths)),
+        "cu_seqlens_padded": cu(0, *accumulate(rooms)),
+    }
+    for sources in (
+        {"seq_idx": row(*documents)},
+        {"position_ids": row(*positions), **mask},
+        bounds,
+        {"seq_idx": row(*documents), "position_ids": row(*positions), **bounds, **mask},
+    ):
+        tokens = build(len(documents), **sources)
+        assert tokens.doc_ids[0].tolist() == documents
+        assert tokens.position_ids[0].tolist() == positions
 
 
 # What collators emit
