@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mtp_zoo.attach_batch import token_batch
-from mtp_zoo.attach_output import is_fused, metrics_of, with_mtp, with_mtp_gradient
+from mtp_zoo.attach_output import is_fused, with_mtp, with_mtp_gradient
 from mtp_zoo.batch import TokenBatch
 from mtp_zoo.errors import AttachError
 from mtp_zoo.objective import MTPOutput
@@ -103,7 +103,7 @@ def _run(model: Any, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     named = _named(model, args, kwargs)
     if mask is None and named.get("labels") is None:
         return run(*args, **kwargs)
-    control.check()
+    control.check(model)
     call = JointCall(token_batch(named, mask, model.config), counts, torch.is_grad_enabled())
     with _tapped(model, control, call):
         return _layer(model, control, call, run, args, kwargs, inner=inner)
@@ -143,7 +143,7 @@ def _finish(model: Any, control: JointTraining, call: JointCall, named: Mapping[
     counts = hidden.new_ones(control.objective.depths) if fused else _counts(control, call, named, hidden.device)
     result = control.objective(call.tokens, hidden, step_counts=counts)
     control.last = MTPOutput(result.loss.detach(), result.stats)
-    metrics = metrics_of(result.stats)
+    metrics = {name: value.float() for name, value in result.stats.means().items()}
     if fused:
         return with_mtp_gradient(out, control.mtp_lambda * result.loss, metrics)
     has_loss = named.get("labels") is not None and not (control.mode == "mtp_only" and model.training)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mtp_zoo.errors import AttachError
-from mtp_zoo.stats import MTPStats
 
 
 def with_mtp(
@@ -91,19 +90,3 @@ def with_mtp_gradient(out: Any, mtp_sum: Tensor, metrics: dict[str, Tensor]) -> 
     out.log_probs = torch.cat([out.log_probs, carrier], dim=1)
     out.mtp_loss, out.metrics = mtp_sum.detach(), metrics
     return out
-
-
-def metrics_of(stats: MTPStats) -> dict[str, Tensor]:
-    """`stats.metrics()` as 0-d tensors, which nothing has to wait for."""
-    named = {"loss": stats.loss, "acc": stats.correct, "match": stats.matched, "accept": stats.accepted}
-    out: dict[str, Tensor] = {}
-    for index, slots in enumerate(stats.slots):
-        for name, sums in named.items():
-            if sums is not None:
-                out[f"mtp/{name}_{index + 1}"] = sums[index] / slots.clamp(min=1)
-        out[f"mtp/slots_{index + 1}"] = slots
-    full = stats.full_slots.clamp(min=1)
-    for name, lengths in (("", stats.leading_greedy), ("_sampled", stats.leading_sampled)):
-        if lengths is not None:
-            out[f"mtp/accept_length{name}"] = 1 + lengths / full
-    return {name: value.float() for name, value in out.items()}

@@ -26,8 +26,7 @@ from mtp_zoo.errors import AttachError
 from mtp_zoo.head import DraftHead
 from mtp_zoo.loader import load_head
 from mtp_zoo.loss_weight import configured_lambda
-from mtp_zoo.objective import DETACH, MTPObjective, MTPOutput
-from mtp_zoo.objective import Path as Cut
+from mtp_zoo.objective import DETACH, Cut, MTPObjective, MTPOutput
 from mtp_zoo.shared import language_model
 
 Mode: TypeAlias = Literal["joint", "mtp_only"]
@@ -52,6 +51,7 @@ class JointTraining:
         self.call: JointCall | None = None
         self._model = model
         self._given = given
+        self._configured = configured_lambda(model.config.to_dict())
         self._mode: Mode = "joint"
         self._trained: dict[str, bool] = {}
 
@@ -62,8 +62,7 @@ class JointTraining:
             return self._given
         if self._mode == "mtp_only":
             return 1.0
-        configured = configured_lambda(self._model.config.to_dict())
-        return SFT_LAMBDA if configured is None else configured
+        return SFT_LAMBDA if self._configured is None else self._configured
 
     @mtp_lambda.setter
     def mtp_lambda(self, value: float | None) -> None:
@@ -93,13 +92,19 @@ class JointTraining:
         """Metrics of the last call; empty before the first."""
         return self.last.metrics if self.last else {}
 
-    def check(self) -> None:
-        """Look whether the head still stands beside its model as `attach` left it; borrow replaced embeddings again.
+    def check(self, model: Any) -> None:
+        """Look whether the head still stands beside `model` as `attach` left it; borrow replaced embeddings again.
 
         Raises:
-            AttachError: the head is frozen, or adapters were put into it.
+            AttachError: the head is frozen, adapters were put into it, or `model` is a replica.
         """
-        head, model = self.objective.head, self._model
+        if model is not self._model:
+            raise AttachError(
+                "Training the head: the model is a replica, made by nn.DataParallel or by a shallow copy; expected the one "
+                "that the head was attached to.",
+                remedy="Start one process a device (torchrun, accelerate launch), or make a single device visible.",
+            )
+        head = self.objective.head
         names = [name for name, _ in head.named_parameters()]
         inside = [name for name in names if ".lora_" in name or ".base_layer." in name]
         if inside or not any(parameter.requires_grad for parameter in head.parameters()):

@@ -28,10 +28,10 @@ Reduction: TypeAlias = Literal["global", "main_tokens", "micro_batch"]
 """What a depth's sum is divided by: its own slots in the step, the target's next-token slots in the step (as some
 trainers do, which weighs deep depths less), or its own slots in the micro-batch (which depends on the cut)."""
 
-Path: TypeAlias = Literal["embedding", "backbone", "lm_head"]
-"""Ways by which a head's loss could reach its target: the tokens that enter, the states that enter, the output projection."""
+Cut: TypeAlias = Literal["embedding", "backbone", "lm_head"]
+"""Where a head's loss can be cut off from its target: the tokens that enter, the states that enter, the output projection."""
 
-DETACH: frozenset[Path] = frozenset(get_args(Path))
+DETACH: frozenset[Cut] = frozenset(get_args(Cut))
 """All of them cut: the head's loss trains the head alone."""
 
 DEFAULT_BETA = 0.6
@@ -77,7 +77,7 @@ class MTPObjective(nn.Module):
         rollout: "chain" or "sequence"; None takes what serves the head.
         reduction: see `Reduction`.
         chunk_size: predicted tokens whose logits are held at once; None fits a fixed amount of memory.
-        detach: which ways into the target are cut, see `Path`; all by default. Each is cut on its own, also where embedding and
+        detach: which ways into the target are cut, see `Cut`; all by default. Each is cut on its own, also where embedding and
             lm_head are one tensor. The cut of the backbone lies in front of depth 1: between depths the graph is whole.
         temperature: at which the head's distribution and the target's are compared (all losses but "ce").
         top_k: compare the target's k best tokens, and all others as one; None compares all.
@@ -104,7 +104,7 @@ class MTPObjective(nn.Module):
         rollout: Rollout | None = None,
         reduction: Reduction = "global",
         chunk_size: int | None = None,
-        detach: Collection[Path] = DETACH,
+        detach: Collection[Cut] = DETACH,
         temperature: float = 1.0,
         top_k: int | None = None,
         agreement: bool = True,
@@ -117,7 +117,7 @@ class MTPObjective(nn.Module):
         self.rollout = rollout
         self.reduction: Reduction = reduction
         self.chunk_size = chunk_size
-        self.detach: frozenset[Path] = frozenset(detach)
+        self.detach: frozenset[Cut] = frozenset(detach)
         self.comparison = Comparison(temperature, top_k)
         self.agreement = agreement
         self._check()

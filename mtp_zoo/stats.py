@@ -52,20 +52,23 @@ class MTPStats:
     def _values(self) -> list[Tensor | None]:
         return [getattr(self, field.name) for field in fields(self)]
 
-    def metrics(self) -> dict[str, float]:
-        """Micro averages: sums over counts. A depth without slots reports `mtp/slots_k` 0 and zeros."""
+    def means(self) -> dict[str, Float[Tensor, ""]]:
+        """Micro averages: sums over counts, as tensors, which nothing has to wait for."""
         named = {"loss": self.loss, "acc": self.correct, "match": self.matched, "accept": self.accepted}
-        out: dict[str, float] = {}
-        for index, slots in enumerate(self.slots.tolist()):
+        out: dict[str, Tensor] = {}
+        for index, slots in enumerate(self.slots):
             for name, sums in named.items():
                 if sums is not None:
-                    out[f"mtp/{name}_{index + 1}"] = float(sums[index]) / max(slots, 1)
+                    out[f"mtp/{name}_{index + 1}"] = sums[index] / slots.clamp(min=1)
             out[f"mtp/slots_{index + 1}"] = slots
-        full = max(float(self.full_slots), 1.0)
         for name, lengths in (("", self.leading_greedy), ("_sampled", self.leading_sampled)):
             if lengths is not None:
-                out[f"mtp/accept_length{name}"] = 1.0 + float(lengths) / full
+                out[f"mtp/accept_length{name}"] = 1 + lengths / self.full_slots.clamp(min=1)
         return out
+
+    def metrics(self) -> dict[str, float]:
+        """`means` as numbers. A depth without slots reports `mtp/slots_k` 0 and zeros."""
+        return {name: float(value) for name, value in self.means().items()}
 
 
 def gather_stats(gates: Sequence[Bool[Tensor, "batch seq"]], losses: Sequence[DepthLoss]) -> MTPStats:
