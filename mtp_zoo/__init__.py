@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from mtp_zoo.attacher import attach
     from mtp_zoo.batch import TokenBatch
     from mtp_zoo.checkpoint import CheckpointIndex
+    from mtp_zoo.context_layout import pad_documents
+    from mtp_zoo.context_parallel import ShardedBatch, split
     from mtp_zoo.errors import MTPZooError
     from mtp_zoo.exporter import ExportReport, export
     from mtp_zoo.head import DraftHead, DraftModule
     from mtp_zoo.keymap import KeyMap
     from mtp_zoo.loader import LoadReport, load_head
     from mtp_zoo.objective import MTPObjective, MTPOutput, step_counts
+    from mtp_zoo.parallel import gather_head, shard_head
     from mtp_zoo.registry import Family, get_family, list_families, register, resolve
     from mtp_zoo.rules import Rename, Skip, Split, Stack
     from mtp_zoo.shared import SharedTensors, load_shared
@@ -46,6 +49,7 @@ _HOME = {
     "MTPZooError": "errors",
     "PerEngine": "spec",
     "Rename": "rules",
+    "ShardedBatch": "context_parallel",
     "SharedTensors": "shared",
     "Skip": "rules",
     "Split": "rules",
@@ -54,14 +58,18 @@ _HOME = {
     "TrainConfig": "training.config",
     "attach": "attacher",
     "export": "exporter",
+    "gather_head": "parallel",
     "get_family": "registry",
     "list_families": "registry",
     "load_head": "loader",
     "load_shared": "shared",
+    "pad_documents": "context_layout",
     "register": "registry",
     "replay": "acceptance",
     "resolve": "registry",
+    "shard_head": "parallel",
     "speculate": "acceptance",
+    "split": "context_parallel",
     "step_counts": "objective",
     "target_states": "targets",
     "train": "training.trainer",
@@ -83,6 +91,7 @@ __all__ = [
     "MTPZooError",
     "PerEngine",
     "Rename",
+    "ShardedBatch",
     "SharedTensors",
     "Skip",
     "Split",
@@ -92,14 +101,18 @@ __all__ = [
     "__version__",
     "attach",
     "export",
+    "gather_head",
     "get_family",
     "list_families",
     "load_head",
     "load_shared",
+    "pad_documents",
     "register",
     "replay",
     "resolve",
+    "shard_head",
     "speculate",
+    "split",
     "step_counts",
     "target_states",
     "train",
