@@ -44,6 +44,9 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/load_memory.py
 	$(BIN)/python benchmarks/chain_rollout.py
 	$(BIN)/python benchmarks/chunked_loss.py
+	$(BIN)/python benchmarks/step_growth.py
+	$(BIN)/python benchmarks/step_vs_speculators.py --install
+	$(BIN)/python benchmarks/step_vs_speculators.py
 	$(BIN)/python benchmarks/fp8_error.py
 	$(BIN)/python benchmarks/demo_seeds.py
 
