@@ -43,7 +43,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from mtp_zoo.batch import Segment
 from mtp_zoo.blocks import ATTENTION
 from mtp_zoo.context_attention import ContextView, context_attention
-from mtp_zoo.prefix_attention import prefix_backward, prefix_forward
+from mtp_zoo.prefix_attention import no_keys, prefix_backward, prefix_forward, wide
 
 
 class ChainState:
@@ -165,15 +165,15 @@ class _ChainFunction(torch.autograd.Function):
         reach: int | None,
     ) -> Tensor:
         out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-        lse = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
+        lse = no_keys(query)
         for segment in segments:
             here = _stretch(segment, query)
             out[here], lse[here] = prefix_forward(query[here], key[here], value[here], scale, reach)
         if own_keys is not None and own_values is not None:
             scores = _own_scores(query, own_keys, scale)
             merged = torch.logsumexp(torch.cat([lse[None], scores]), dim=0)
-            own = torch.einsum("nbhs,nbhsd->bhsd", (scores - merged).exp(), own_values.float())
-            out, lse = (out.float() * (lse - merged).exp()[..., None] + own).to(query.dtype), merged
+            own = torch.einsum("nbhs,nbhsd->bhsd", (scores - merged).exp(), wide(own_values))
+            out, lse = (wide(out) * (lse - merged).exp()[..., None] + own).to(query.dtype), merged
         ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse)
         ctx.scale, ctx.segments, ctx.reach = scale, segments, reach
         return out
@@ -190,18 +190,18 @@ class _ChainFunction(torch.autograd.Function):
             )
         if own_keys is None:
             return d_query, d_key, d_value, None, None, None, None, None
-        g = grad.float()
+        g = wide(grad)
         weights = (_own_scores(query, own_keys, ctx.scale) - lse).exp()
-        inner = torch.einsum("bhsd,nbhsd->nbhs", g, own_values.float()) - (g * out.float()).sum(-1)
+        inner = torch.einsum("bhsd,nbhsd->nbhs", g, wide(own_values)) - (g * wide(out)).sum(-1)
         d_scores = weights * inner * ctx.scale
-        d_query += torch.einsum("nbhs,nbhsd->bhsd", d_scores, own_keys.float()).to(query.dtype)
-        d_own_keys = (d_scores[..., None] * query.float()).to(own_keys.dtype)
+        d_query += torch.einsum("nbhs,nbhsd->bhsd", d_scores, wide(own_keys)).to(query.dtype)
+        d_own_keys = (d_scores[..., None] * wide(query)).to(own_keys.dtype)
         d_own_values = (weights[..., None] * g).to(own_values.dtype)
         return d_query, d_key, d_value, d_own_keys, d_own_values, None, None, None
 
 
 def _own_scores(query: Tensor, own_keys: Tensor, scale: float) -> Tensor:
-    return torch.einsum("bhsd,nbhsd->nbhs", query.float(), own_keys.float()) * scale
+    return torch.einsum("bhsd,nbhsd->nbhs", wide(query), wide(own_keys)) * scale
 
 
 def _stretch(segment: Segment, like: Tensor) -> tuple[Any, ...]:

@@ -60,12 +60,13 @@ def prefix_forward(
         reach: the query of slot t sees the keys of slots t - reach + 1 .. t; None: 0 .. t. With 0 or less it sees none.
 
     Returns:
-        The output in the query's dtype, and the log-sum-exp of the scaled scores in FP32; 0 and -inf where no key is seen.
+        The output in the query's dtype, and the log-sum-exp of the scaled scores in FP32, or FP64 for an FP64 query; 0 and
+        -inf where no key is seen.
 
     Example: with `reach=2` the query of slot 5 sees keys 4 and 5, the one of slot 0 sees key 0.
     """
     if reach is not None and reach < 1:
-        return query.new_zeros(*query.shape[:-1], value.shape[-1]), _no_keys(query)
+        return query.new_zeros(*query.shape[:-1], value.shape[-1]), no_keys(query)
     kernel = choose_kernel(query, key, value, reach)
     if kernel == "cpu_flash":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -114,7 +115,7 @@ def _cuda_flash_backward(
 def _blocks_forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float, reach: int | None
 ) -> tuple[Tensor, Tensor]:
-    out, lse = query.new_empty(*query.shape[:-1], value.shape[-1]), _no_keys(query)
+    out, lse = query.new_empty(*query.shape[:-1], value.shape[-1]), no_keys(query)
     for rows, columns in _blocks(query.shape[2], reach):
         scores = _block_scores(query, key, rows, columns, scale, reach)
         lse[:, :, rows] = torch.logsumexp(scores, dim=-1)
@@ -134,21 +135,32 @@ def _blocks_backward(
     reach: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_query = torch.empty_like(query)
-    d_key = torch.zeros(key.shape, dtype=torch.float32, device=key.device)
-    d_value = torch.zeros(value.shape, dtype=torch.float32, device=value.device)
+    d_key = torch.zeros_like(key, dtype=wide_dtype(key))
+    d_value = torch.zeros_like(value, dtype=wide_dtype(value))
     for rows, columns in _blocks(query.shape[2], reach):
-        g = grad[:, :, rows].float()
-        inner = (g * out[:, :, rows].float()).sum(-1, keepdim=True)
+        g = wide(grad[:, :, rows])
+        inner = (g * wide(out[:, :, rows])).sum(-1, keepdim=True)
         weights = (_block_scores(query, key, rows, columns, scale, reach) - lse[:, :, rows, None]).exp()
         d_value[:, :, columns] += weights.transpose(-1, -2) @ g
-        d_scores = weights * (g @ value[:, :, columns].float().transpose(-1, -2) - inner) * scale
-        d_query[:, :, rows] = (d_scores @ key[:, :, columns].float()).to(query.dtype)
-        d_key[:, :, columns] += d_scores.transpose(-1, -2) @ query[:, :, rows].float()
+        d_scores = weights * (g @ wide(value[:, :, columns]).transpose(-1, -2) - inner) * scale
+        d_query[:, :, rows] = (d_scores @ wide(key[:, :, columns])).to(query.dtype)
+        d_key[:, :, columns] += d_scores.transpose(-1, -2) @ wide(query[:, :, rows])
     return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
 
 
-def _no_keys(query: Tensor) -> Tensor:
-    return torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
+def wide_dtype(states: Tensor) -> torch.dtype:
+    """What scores, weights and sums are computed in: FP32, or FP64 where the states are."""
+    return torch.promote_types(states.dtype, torch.float32)
+
+
+def wide(states: Tensor) -> Tensor:
+    """The states in `wide_dtype`."""
+    return states.to(wide_dtype(states))
+
+
+def no_keys(query: Float[Tensor, "batch heads seq width"]) -> Float[Tensor, "batch heads seq"]:
+    """The log-sum-exp over no keys."""
+    return torch.full(query.shape[:-1], -torch.inf, dtype=wide_dtype(query), device=query.device)
 
 
 def _blocks(length: int, reach: int | None) -> Iterator[tuple[slice, slice]]:
@@ -162,8 +174,8 @@ def _blocks(length: int, reach: int | None) -> Iterator[tuple[slice, slice]]:
 
 
 def _block_scores(query: Tensor, key: Tensor, rows: slice, columns: slice, scale: float, reach: int | None) -> Tensor:
-    """FP32 scores of some queries against some keys, at -inf where the query doesn't see the key."""
-    scores = (query[:, :, rows].float() @ key[:, :, columns].float().transpose(-1, -2)) * scale
+    """Scores of some queries against some keys, at -inf where the query doesn't see the key."""
+    scores = (wide(query[:, :, rows]) @ wide(key[:, :, columns]).transpose(-1, -2)) * scale
     slots = torch.arange(rows.stop, device=query.device)
     distance = slots[rows, None] - slots[None, columns]
     unseen = distance < 0 if reach is None else (distance < 0) | (distance >= reach)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mtp_zoo import prefix_attention
 from mtp_zoo.batch import PADDING, TokenBatch
 from mtp_zoo.blocks import BlockSource
-from mtp_zoo.chain_attention import ChainState, ChainView, cache_mask
+from mtp_zoo.chain_attention import ChainState, ChainView, _ChainFunction, cache_mask
 from mtp_zoo.head import DepthState, DraftHead
 from tests.dense_chain import dense_chain
 from tests.drafting import drafting_loop, packed_batch, random_hidden, stacked
@@ -98,6 +98,18 @@ def test_values_and_gradients_equal_the_dense_mask_with_the_band(window: int, mo
     for name, grad in dense.items():
         limit = max(FP32_GRADIENT * float(grad.abs().max()), NO_GRADIENT)
         torch.testing.assert_close(lean[name], grad, atol=limit, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("reach", [None, 2, 0])
+def test_the_gradient_of_the_merged_attention_passes_gradcheck(
+    reach: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In FP64; nothing on the way may fall back to FP32."""
+    monkeypatch.setattr(prefix_attention, "QUERY_BLOCK", 2)
+    tokens = TokenBatch.from_rows([[([1, 2, 3], [True] * 3), ([4, 5], [True] * 2)]])
+    prefix = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    own = [torch.randn(2, 1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradcheck(lambda *t: _ChainFunction.apply(*t, 0.3, tokens.segments, reach), (*prefix, *own))
 
 
 @pytest.mark.parametrize(
