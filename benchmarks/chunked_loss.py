@@ -98,8 +98,10 @@ def main() -> None:
     print(f"{arguments.tokens} tokens, vocabulary {arguments.vocab:,}, hidden {arguments.hidden}, FP32")
     for row in found:
         print(
-            "{loss}, {depths} depth(s): chunked {chunked_gib:.2f} GiB extra, {chunked_seconds:.1f} s; plain {plain_gib:.2f} GiB "
-            "extra, {plain_seconds:.1f} s; memory {memory_ratio:.1%}, time {time_ratio:.2f} of the plain way".format(**row)
+            "{loss}, {depths} depth(s): chunked {chunked_gib:.2f} GiB extra, {chunked_seconds:.1f} s; plain {plain_gib:.2f} "
+            "GiB extra, {plain_seconds:.1f} s; memory {memory_ratio:.1%}, time {time_ratio:.2f} of the plain way".format(
+                **row
+            )
         )
 
 

@@ -53,7 +53,10 @@ def test_the_smallest_configuration_gets_documented_defaults() -> None:
         ({"optimizer__lr": float("nan")}, "optimizer.lr: expected a finite number, got nan"),
         ({"optimizer__betas": [0.9]}, "optimizer.betas.1: expected a value, got none"),
         ({"precision": "fp16"}, "precision: expected 'bf16' or 'fp32', got 'fp16'"),
-        ({"objective__loss": {"kl": 1, "tw": 1}}, "objective.loss.tw: expected 'kl', 'ce', 'reverse_kl', 'tv' or 'lk', got 'tw'"),
+        (
+            {"objective__loss": {"kl": 1, "tw": 1}},
+            "objective.loss.tw: expected 'kl', 'ce', 'reverse_kl', 'tv' or 'lk', got 'tw'",
+        ),
         ({"objective__loss": {}}, "objective.loss: expected a loss or a mix of losses, got an empty mapping"),
         ({"data": [1]}, "data: expected a mapping, got [1]"),
         ({"seed": True}, "seed: expected a number, got true"),
