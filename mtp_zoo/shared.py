@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mtp_zoo.checkpoint import CheckpointIndex, TensorReader
-from mtp_zoo.errors import SharedTensorError
+from mtp_zoo.errors import ParallelError, SharedTensorError
 from mtp_zoo.logits import PLAIN, LogitRule
 from mtp_zoo.progress import progress
 from mtp_zoo.quantization import refuse_quantized
@@ -77,10 +77,21 @@ class SharedTensors:
         return self.projection(detach=True)
 
     def projection(self, *, detach: bool) -> Float[Tensor, "vocab hidden"]:
-        """The output projection, with its graph unless it is detached; whole, also where it is sharded over ranks."""
+        """The output projection, with its graph unless it is detached; gathered where it is sharded over ranks.
+
+        Raises:
+            ParallelError: it is sharded and shall get a gradient; the gather would not reduce that over the ranks.
+        """
         weight = cast("Tensor", self.lm_head.weight)
         weight = weight.detach() if detach else weight
-        return weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if not isinstance(weight, DTensor):
+            return weight
+        if weight.requires_grad and torch.is_grad_enabled():
+            raise ParallelError(
+                "Lending the lm_head with its gradient: its weight is sharded again, so FSDP2 would not reduce the gradient.",
+                remedy="Leave the lm_head in the group of the whole model (no fully_shard of its own), or detach 'lm_head'.",
+            )
+        return weight.full_tensor()
 
     def embed(self, input_ids: Int[Tensor, "batch seq"], *, detach: bool = True) -> Float[Tensor, "batch seq hidden"]:
         """Embeddings of the ids, with their graph unless it is cut."""
