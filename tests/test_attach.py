@@ -386,6 +386,14 @@ def test_a_frozen_head_is_refused(root: Path) -> None:
         model(**prompt_batch())
 
 
+def test_a_replica_is_refused(root: Path) -> None:
+    """As nn.DataParallel makes them, which Trainer uses where it sees several devices."""
+    model = joint(root)
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(AttachError, match="replica"):
+        replica(**prompt_batch())
+
+
 def test_a_head_of_another_width_is_refused(root: Path) -> None:
     with pytest.raises(mz.MTPZooError, match="hidden size"):
         mz.attach(load_model(root), tiny_head(hidden=32))
