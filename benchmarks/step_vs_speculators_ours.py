@@ -69,7 +69,7 @@ def timed(left: Tensor, right: Tensor) -> float:
     return time.perf_counter() - began
 
 
-if __name__ == "__main__":
+def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
     if job.variant == GEMM:
         torch.set_num_threads(job.threads or torch.get_num_threads())

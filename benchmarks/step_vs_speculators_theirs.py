@@ -65,5 +65,5 @@ def make(job: Job) -> tuple[list[nn.Parameter], Callable[[], tuple[Tensor, list[
     return list(trained.values()), forward
 
 
-if __name__ == "__main__":
+def main() -> None:
     run(make)
