@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from mtp_zoo import prefix_attention
 from mtp_zoo.batch import PADDING, TokenBatch
 from mtp_zoo.errors import ObjectiveError
+from mtp_zoo.objective import MTPObjective
 from mtp_zoo.rollout import default_rollout, slot_positions
 from mtp_zoo.spec import PerEngine
 from tests.dense_chain import dense_chain
@@ -161,6 +162,23 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         grads.append([hidden.grad, *(p.grad for p in head.parameters())])
     for plain, recomputed in zip(*grads, strict=True):
         torch.testing.assert_close(recomputed, plain, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("rollout", ["chain", "sequence"])
+def test_checkpointing_keeps_the_gradient_that_flows_into_an_open_backbone(rollout: Any) -> None:
+    """https://github.com/NVIDIA/Megatron-LM/pull/4765"""
+    tokens, found = packed_batch(), []
+    for checkpointing in (False, True):
+        head = tiny_head()
+        if checkpointing:
+            head.gradient_checkpointing_enable()
+        hidden = random_hidden(tokens).requires_grad_()
+        objective = MTPObjective(head, depths=3, loss="kl", rollout=rollout, detach={"embedding", "lm_head"})
+        objective(tokens, hidden).loss.backward()
+        assert hidden.grad is not None
+        found.append(hidden.grad)
+    assert found[0].abs().max() > 0
+    torch.testing.assert_close(found[1], found[0], atol=0, rtol=0)
 
 
 def test_positions_advance_as_the_family_says() -> None:
