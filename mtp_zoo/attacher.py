@@ -227,8 +227,7 @@ class _Joint(JointSaving):
         for module in head.modules():
             if hasattr(module, "gradient_checkpointing"):
                 setattr(module, "gradient_checkpointing", False)  # noqa: B010 - nn.Module declares tensors only
-        if enable:
-            head.gradient_checkpointing_enable()
+        head.gradient_checkpointing_enable(enable)
 
 
 @functools.cache

@@ -335,6 +335,9 @@ def test_recomputing_layers_changes_no_gradient(root: Path) -> None:
     plain(**batch).loss.backward()
     recomputed(**batch).loss.backward()
     assert_same(gradients(recomputed), gradients(plain))
+    assert recomputed.mtp_head._checkpointing
+    recomputed._set_gradient_checkpointing(enable=False)
+    assert not recomputed.mtp_head._checkpointing
 
 
 def test_autocast_reaches_the_head(root: Path) -> None:
