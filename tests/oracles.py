@@ -35,7 +35,11 @@ def oracle_pair(*, wrong_after: int | None = None) -> tuple[Any, DraftHead]:
     head.attach(target)
     if wrong_after is not None:
         embed = head.shared.embed
-        head.shared.embed = lambda ids: torch.where((ids < wrong_after)[..., None], embed(ids), -embed(ids))  # type: ignore[method-assign]
+
+        def confused(ids: torch.Tensor, **cuts: bool) -> torch.Tensor:
+            return torch.where((ids < wrong_after)[..., None], embed(ids, **cuts), -embed(ids, **cuts))
+
+        head.shared.embed = confused  # type: ignore[method-assign]
         head.attach = lambda target: head  # type: ignore[method-assign] - keep the spoilt embedding
     return target, head
 
