@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 CONFORMANCE := conformance/mtp_zoo_conformance/*.py,conformance/mtp_zoo_conformance/cases/*.py,conformance/mtp_zoo_conformance/reference/*.py,conformance/mtp_zoo_conformance/tiers/*.py
-HEART := mtp_zoo/keymap.py,mtp_zoo/loader.py,mtp_zoo/objective.py,mtp_zoo/losses.py,mtp_zoo/logits.py,mtp_zoo/chunked_loss.py,mtp_zoo/stats.py,mtp_zoo/batch.py,mtp_zoo/document*.py,mtp_zoo/rollout.py,mtp_zoo/chain_attention.py,mtp_zoo/prefix_attention.py,mtp_zoo/attach*.py,mtp_zoo/parallel.py,mtp_zoo/context_*.py,mtp_zoo/checkpoint*.py,mtp_zoo/safetensors_header.py,mtp_zoo/index_file.py,mtp_zoo/export*.py,mtp_zoo/overlay.py,mtp_zoo/site.py,mtp_zoo/copies.py,mtp_zoo/groups.py,mtp_zoo/corrections.py,mtp_zoo/fp8.py,mtp_zoo/scaling.py,mtp_zoo/quant*.py,$(CONFORMANCE)
+HEART := mtp_zoo/keymap.py,mtp_zoo/loader.py,mtp_zoo/objective.py,mtp_zoo/losses.py,mtp_zoo/logits.py,mtp_zoo/chunked_loss.py,mtp_zoo/stats.py,mtp_zoo/batch.py,mtp_zoo/document*.py,mtp_zoo/rollout.py,mtp_zoo/chain_attention.py,mtp_zoo/prefix_attention.py,mtp_zoo/key_store.py,mtp_zoo/attach*.py,mtp_zoo/parallel.py,mtp_zoo/context_*.py,mtp_zoo/checkpoint*.py,mtp_zoo/safetensors_header.py,mtp_zoo/index_file.py,mtp_zoo/export*.py,mtp_zoo/overlay.py,mtp_zoo/site.py,mtp_zoo/copies.py,mtp_zoo/groups.py,mtp_zoo/corrections.py,mtp_zoo/fp8.py,mtp_zoo/scaling.py,mtp_zoo/quant*.py,$(CONFORMANCE)
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false

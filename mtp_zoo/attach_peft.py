@@ -15,11 +15,12 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mtp_zoo.attach_state import HEAD, bindings_of, canonical_tensors, whole
+from mtp_zoo.attach_state import HEAD, bindings_of, canonical_tensors
 from mtp_zoo.groups import GROUPS
 from mtp_zoo.head import DraftHead
 from mtp_zoo.keymap import to_native
 from mtp_zoo.loader import load_head
+from mtp_zoo.parallel import unsharded
 
 HEAD_FILE = "mtp_head.safetensors"
 """The head beside an adapter, under native names."""
@@ -38,7 +39,7 @@ class JointAdapter:
     ) -> None:
         """Write the adapter as PEFT does, and the head beside it."""
         head = getattr(self.get_base_model(), HEAD)
-        tensors = {name: whole(value) for name, value in head.state_dict().items()}  # shards gather on every rank
+        tensors = {name: unsharded(value) for name, value in head.state_dict().items()}  # shards gather on every rank
         super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **options)  # pyright: ignore[reportAttributeAccessIssue]
         if is_main_process:
             _save_head(head, tensors, Path(save_directory))

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mtp_zoo.checkpoint import stored_dtype
 from mtp_zoo.head import DraftHead
 from mtp_zoo.keymap import Binding, to_head, to_native
 from mtp_zoo.loader import key_map
+from mtp_zoo.parallel import is_sharded, unsharded
 
 HEAD = "mtp_head"
 """Name of the head among the model's submodules."""
@@ -68,21 +68,16 @@ def split_state(head: DraftHead, state: Mapping[str, Tensor]) -> tuple[dict[str,
     own = {name: value for name, value in state.items() if name.startswith(f"{HEAD}.")}
     natives = {name: value for name, value in state.items() if name not in own and head.site.in_scope(name)}
     trunk = {name: value for name, value in state.items() if name not in own and name not in natives}
-    tensors = {name.removeprefix(f"{HEAD}."): whole(value) for name, value in own.items()}
+    tensors = {name.removeprefix(f"{HEAD}."): unsharded(value) for name, value in own.items()}
     if natives:
-        tensors |= canonical_tensors(head, {name: whole(value) for name, value in natives.items()})
+        tensors |= canonical_tensors(head, {name: unsharded(value) for name, value in natives.items()})
     return trunk, tensors
-
-
-def whole(value: Tensor) -> Tensor:
-    """The tensor itself; of a DTensor, what all ranks hold together."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _to_native_names(model: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     start = f"{prefix}{HEAD}."
     found = {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
-    if not found or any(isinstance(value, DTensor) for value in found.values()):
+    if not found or any(map(is_sharded, found.values())):
         return
     for name in found:
         del state[start + name]

@@ -43,19 +43,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from mtp_zoo.batch import Segment
 from mtp_zoo.blocks import ATTENTION
 from mtp_zoo.context_attention import ContextView, context_attention
+from mtp_zoo.key_store import KeyStore
 from mtp_zoo.prefix_attention import no_keys, prefix_backward, prefix_forward, wide
 
 
-class ChainState:
-    """Rotated keys and values of every (layer, depth) of one rollout.
-
-    Writes are idempotent, so that the recomputation under gradient checkpointing neither appends nor sees later depths. No
-    dataclass, nor is the view: FSDP2 copies every dataclass that a module is called with, and writes would be lost.
-    """
+class ChainState(KeyStore):
+    """Keys and values of one rollout, and the stretches of slots within which depth 1 is seen."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
+        super().__init__()
         self.segments = segments
-        self.keys_values: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def at(self, step: int) -> ChainView:
         """The state as depth `step` (1-based) sees it."""
@@ -71,8 +68,7 @@ class ChainView:
 
     def visible(self, layer: int, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of depths 1..step; stores this depth's own."""
-        self.state.keys_values.setdefault((layer, self.step), (key, value))
-        return [*(self.state.keys_values[layer, step] for step in range(1, self.step)), (key, value)]
+        return self.state.through(layer, self.step, (key, value))
 
     def reach(self, window: int | None) -> int | None:
         """How many prefix slots a query of this depth sees, its own included; None: all. See the top of this file."""

@@ -27,7 +27,7 @@ from mtp_zoo.losses import WHOLE, Comparison, Mix, Side, accepted, mixed
 
 CHUNK_ELEMENTS = {"cpu": 2**27, "other": 2**28}
 """Logits that a chunk may hold by default, head and target together: 512 MiB of FP32 on a CPU, 1 GiB elsewhere. A product of
-few rows spends its time on reading the lm_head: with 67 rows of a 248,320-entry vocabulary half of it, with 270 a sixth."""
+few rows spends much of its time on reading the lm_head."""
 
 BLOCK_ELEMENTS = 2**20
 """Logits that a CPU works on at a time within a chunk: what the losses make of them stays in its cache."""
@@ -144,8 +144,8 @@ class _Run:
         self.weight = rule.entries(weight)
         self.rows = [depth.target_rows.tolist() for depth in depths]
         self.losses = [_empty(depth, self.weight, target_states is not None) for depth in depths]
-        self.grads = [torch.zeros(depth.states.shape, dtype=loss.values.dtype, device=weight.device)
-                      for depth, loss in zip(depths, self.losses, strict=True)]  # fmt: skip
+        dtype = compute_dtype(self.weight)
+        self.grads = [torch.zeros(depth.states.shape, dtype=dtype, device=weight.device) for depth in depths]
         self.weight_shape = weight.shape
         self.weight_grad: Tensor | None = None
 

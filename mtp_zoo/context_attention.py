@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
 from mtp_zoo.errors import ParallelError
+from mtp_zoo.key_store import KeyStore
 
 UNSUPPORTED = {
     "sliding_window": "a sliding window",
@@ -80,16 +81,12 @@ class KeyPlaces:
         return _torch_gather()(key, value, 2, self.group.group_name)
 
 
-class ContextState:
-    """Depth-1 keys and values of all ranks and own ones of deeper depths, by (layer, depth), and the masks of one rollout.
-
-    Writes are idempotent, so that the recomputation under gradient checkpointing neither appends nor sees later depths. No
-    dataclass, nor is the view: FSDP2 copies every dataclass that a module is called with, and writes would be lost.
-    """
+class ContextState(KeyStore):
+    """Depth-1 keys and values of all ranks and own ones of deeper depths, and the masks of one rollout."""
 
     def __init__(self, places: KeyPlaces) -> None:
+        super().__init__()
         self.places = places
-        self.keys_values: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.masks: dict[int, Any] = {}
 
     def at(self, step: int) -> ContextView:
@@ -107,8 +104,7 @@ class ContextView:
     def visible(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Gathered keys and values of depth 1, and behind them the own ones of depths 2..step."""
         fresh = self.state.places.gather(key, value) if self.step == 1 else (key, value)
-        self.state.keys_values.setdefault((layer, self.step), fresh)
-        pairs = [*(self.state.keys_values[layer, step] for step in range(1, self.step)), fresh]
+        pairs = self.state.through(layer, self.step, fresh)
         return torch.cat([k for k, _ in pairs], dim=2), torch.cat([v for _, v in pairs], dim=2)
 
     def mask(self, make: Callable[[KeyPlaces, int], Any]) -> Any:

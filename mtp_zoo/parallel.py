@@ -64,10 +64,15 @@ def gather_head(head: DraftHead) -> DraftHead | None:
     first = not initialised or torch.distributed.get_rank() == 0
     whole: dict[str, Tensor] = {}
     for name, value in head.weights().items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value
+        full = unsharded(value)
         if first:
             whole[name] = full.detach().to("cpu", copy=True)
     return _plain(head, whole) if first else None
+
+
+def unsharded(value: Tensor) -> Tensor:
+    """The tensor itself; of a DTensor, what all ranks hold together. All ranks must call it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def is_sharded(value: Tensor) -> bool:

@@ -59,23 +59,26 @@ def collate(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {name: torch.tensor([example[name] for example in examples]) for name in ("input_ids", "labels")}
 
 
+ONE_PLAIN_STEP: dict[str, Any] = {
+    "per_device_train_batch_size": 1,
+    "max_steps": 1,
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+"""Settings of a trainer under which the change of a weight is its gradient times -0.1."""
+
+
 def trainer(model: Any, place: Path, *, kind: Any = None, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    settings: dict[str, Any] = {
-        "output_dir": str(place),
-        "per_device_train_batch_size": 1,
-        "max_steps": 1,
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "logging_steps": 1,
-        "disable_tqdm": True,
-    }
+    settings = {**ONE_PLAIN_STEP, "output_dir": str(place)}
     arguments = TrainingArguments(**{**settings, **options})
     return (kind or Trainer)(
         model=model, args=arguments, train_dataset=rows(), eval_dataset=rows(), data_collator=collate
@@ -182,21 +185,7 @@ def sft(model: Any, place: Path, **options: Any) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    settings: dict[str, Any] = {
-        "output_dir": str(place),
-        "per_device_train_batch_size": 1,
-        "max_steps": 1,
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "logging_steps": 1,
-        "disable_tqdm": True,
-    }
+    settings = {**ONE_PLAIN_STEP, "output_dir": str(place), "bf16": False}
     peft = options.pop("peft_config", None)
     data = Dataset.from_list([{"input_ids": ids(1, n, n)[0].tolist()} for n in LENGTHS])
     arguments = SFTConfig(**{**settings, **options})
