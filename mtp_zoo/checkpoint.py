@@ -1,23 +1,26 @@
 """CheckpointIndex: what a checkpoint holds, from headers only, and TensorReader: its tensors, planned ranges only.
 
-The index file is compared with the headers of all weight files and never trusted. A fault stops a reader only where it
+The index file is compared with the headers of the weight files and never trusted. A fault stops a reader only where it
 touches the tensors asked for: a head can be read out of a checkpoint of which some trunk shard is missing.
+
+Of a directory every header is read. Of a repository on the Hub, where each costs a request, only those of the files that hold
+what the caller needs, and of those that the index leaves out.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from mtp_zoo.checkpoint_faults import REMEDIES, Fault, find_faults
 from mtp_zoo.checkpoint_source import locate
 from mtp_zoo.errors import BrokenCheckpointError, SourceNotFoundError, UnsafeCheckpointError
 from mtp_zoo.index_file import CONVERT_PICKLES, INDEX_NAME, PICKLE_SUFFIXES, read_index
 from mtp_zoo.modelconfig import ModelConfig
-from mtp_zoo.safetensors_header import DTYPES, Header, TensorEntry, read_header, stored_dtype, torch_dtype
+from mtp_zoo.safetensors_header import DTYPES, Header, TensorEntry, stored_dtype, torch_dtype
+from mtp_zoo.storage import ByteRange, Storage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +36,9 @@ __all__ = [
     "torch_dtype",
 ]
 
+Need: TypeAlias = Callable[[frozenset[str], ModelConfig], Callable[[str], bool]]
+"""From the listed names and the config: which tensors a reader may ask for."""
+
 
 @dataclass(frozen=True)
 class CheckpointIndex:
@@ -40,8 +46,7 @@ class CheckpointIndex:
 
     Attributes:
         source: what was opened, as given.
-        root: the directory.
-        revision: commit, where the directory lies in a Hugging Face cache.
+        storage: where its files lie, and what their bytes are read from.
         config: its config.json.
         entries: every readable tensor, where it really is, by file and offset. Of a tensor that is in two files, the
             one that the index names.
@@ -49,59 +54,87 @@ class CheckpointIndex:
         files: weight files on disk, readable or not, sorted: those at the top of the directory and those listed.
         weight_map: tensor name -> file, as the index file says; empty where there is none.
         listed: whether there is an index file.
+        unread: files whose headers were left unread because they hold nothing that was needed.
         header_bytes: bytes of headers and index that were read to make this view.
     """
 
     source: str
-    root: Path
-    revision: str | None
+    storage: Storage
     config: ModelConfig
     entries: Mapping[str, TensorEntry]
     faults: tuple[Fault, ...]
     files: tuple[str, ...]
     weight_map: Mapping[str, str]
     listed: bool
+    unread: frozenset[str]
     header_bytes: int
 
     @classmethod
-    def open(cls, source: str | Path, *, revision: str | None = None) -> CheckpointIndex:
-        """Read config.json, the index and every header.
+    def open(cls, source: str | Path, *, revision: str | None = None, need: Need | None = None) -> CheckpointIndex:
+        """Read config.json, the index and the headers.
 
         Args:
-            source: a directory, a Hugging Face cache tree, or a repository id that is in the local cache.
+            source: a directory, a Hugging Face cache tree, or a repository id.
             revision: branch, tag or commit, for the latter two.
+            need: which tensors will be asked for; where the files are on the Hub, only headers that they need are read.
+                None reads all.
 
         Raises:
             SourceNotFoundError: no such place, or no weights in it.
+            HubReadError: the Hub can't be reached, or does not give what was asked for.
             UnsafeCheckpointError: only pickled weights, a listed path outside the directory, an unbounded header.
             BrokenCheckpointError: the index is unreadable, or no weight file is readable.
             ModelConfigError: config.json is missing or unreadable.
         """
-        location = locate(source, revision)
-        root = location.root
-        on_disk = _weight_files(root)
-        index_size, weight_map = read_index(root)
+        storage = locate(source, revision)
+        on_disk = storage.weight_files()
+        index_size, weight_map = read_index(storage.root)
         if not on_disk and weight_map is None:
-            raise _no_weights(root)
-        config = ModelConfig.read(root)
+            raise _no_weights(storage.root)
+        config = ModelConfig.read(storage.root)
         candidates = sorted(on_disk | set((weight_map or {}).values()))
-        missing = [file for file in candidates if not os.path.exists(root / file)]
+        missing = [file for file in candidates if not storage.exists(file)]
         files = tuple(file for file in candidates if file not in missing)
-        headers, corrupt = _read_headers(root, files)
+        wanted = _needed(files, weight_map, config, None if storage.is_local else need)
+        headers, corrupt = storage.headers(wanted)
         faults = find_faults(weight_map, headers, missing, corrupt)
         if not headers:
             raise _broken(f"Opening {source}: none of its weight files can be read.", faults)
         return cls(
             source=str(source),
-            root=root,
-            revision=location.revision,
+            storage=storage,
             config=config,
             entries=_entries(headers, weight_map or {}),
             faults=faults,
             files=files,
             weight_map=weight_map or {},
             listed=weight_map is not None,
+            unread=frozenset(files).difference(wanted),
             header_bytes=index_size + sum(header.nbytes for header in headers.values()),
+        )
+
+    @property
+    def root(self) -> Path:
+        """The directory; of a checkpoint on the Hub, the one that holds copies of its small files."""
+        return self.storage.root
+
+    @property
+    def revision(self) -> str | None:
+        """The commit, where the files have one."""
+        return self.storage.revision
+
+    def require_local(self, act: str) -> Path:
+        """The directory that holds every file.
+
+        Raises:
+            SourceNotFoundError: the weights are on the Hub; `act` says what needs them here.
+        """
+        if self.storage.is_local:
+            return self.root
+        at = f" --revision {self.revision}" if self.revision else ""
+        raise SourceNotFoundError(
+            f"{act} {self.source}: its weights are on the Hub, and all of them are needed on this machine.",
+            remedy=f"Run `hf download {self.source}{at}` first.",
         )
 
     @property
@@ -199,23 +232,30 @@ class TensorReader:
             self._fill(entry, offset, memoryview(piece))
             yield bytes(piece)
 
+    def fetch(self, entries: Iterable[TensorEntry]) -> None:
+        """Announce what will be read whole, so that a checkpoint on the Hub gives it in few, parallel requests."""
+        self._index.storage.fetch(ByteRange(entry.file, entry.start, entry.end) for entry in entries if entry.nbytes)
+
     def _fill(self, entry: TensorEntry, offset: int, view: memoryview) -> None:
-        wanted = len(view)
-        with (self._index.root / entry.file).open("rb", buffering=0) as stream:
-            stream.seek(entry.start + offset)
-            while view and (count := stream.readinto(view)):  # one call reads at most 2 GiB
-                self.bytes_read += count
-                view = view[count:]
-        if view:
+        count = self._index.storage.fill(entry.file, entry.start + offset, view)
+        self.bytes_read += count
+        if count < len(view):
             raise BrokenCheckpointError(
-                f"Reading '{entry.name}' of {entry.file}: expected {wanted} bytes, got {wanted - len(view)}.",
+                f"Reading '{entry.name}' of {entry.file}: expected {len(view)} bytes, got {count}.",
                 remedy=REMEDIES["corrupt_file"],
             )
 
 
-def _weight_files(root: Path) -> set[str]:
-    """Safetensors files at the top of the directory, links to nothing included."""
-    return {path.name for path in root.glob("*.safetensors") if not path.name.startswith(".") and not path.is_dir()}
+def _needed(
+    files: Sequence[str], weight_map: Mapping[str, str] | None, config: ModelConfig, need: Need | None
+) -> list[str]:
+    """The files whose headers are read."""
+    if need is None or weight_map is None:
+        return list(files)
+    asked = need(frozenset(weight_map), config)
+    holding = {file for name, file in weight_map.items() if asked(name)}
+    listed = set(weight_map.values())
+    return [file for file in files if file in holding or file not in listed]
 
 
 def _no_weights(root: Path) -> SourceNotFoundError | UnsafeCheckpointError:
@@ -229,17 +269,6 @@ def _no_weights(root: Path) -> SourceNotFoundError | UnsafeCheckpointError:
         f"Opening {root}: no *.safetensors file and no {INDEX_NAME} in it.",
         remedy="Point at the directory that holds the weights, or download them (`hf download org/name`).",
     )
-
-
-def _read_headers(root: Path, files: Iterable[str]) -> tuple[dict[str, Header], dict[str, str]]:
-    headers: dict[str, Header] = {}
-    corrupt: dict[str, str] = {}
-    for file in files:
-        try:
-            headers[file] = read_header(root, file)
-        except BrokenCheckpointError as error:
-            corrupt[file] = error.message
-    return headers, corrupt
 
 
 def _entries(headers: Mapping[str, Header], weight_map: Mapping[str, str]) -> dict[str, TensorEntry]:

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from mtp_zoo.errors import SourceNotFoundError
+from mtp_zoo.storage import LocalStorage, Storage
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 COMMIT = re.compile(r"[\w-]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
-    """A checkpoint's directory, and the commit it is at where it lies in a Hugging Face cache."""
-
-    root: Path
-    revision: str | None
-
-
-def locate(source: str | Path, revision: str | None = None) -> Location:
-    """Find the directory of `source`.
+def locate(source: str | Path, revision: str | None = None) -> Storage:
+    """Find the files of `source`.
 
     Args:
         source: a directory; a cache tree (`models--org--name`) or a snapshot inside one; or a repository id that is in
@@ -40,7 +32,7 @@ def locate(source: str | Path, revision: str | None = None) -> Location:
                 f"Opening {path}: revision '{revision}' was asked for, and a plain directory has no revisions.",
                 remedy="Leave the revision out, or give the repository id.",
             )
-        return Location(path, _commit_of(path))
+        return LocalStorage(path, _commit_of(path))
     if path.exists():
         raise SourceNotFoundError(f"Opening {path}: expected a directory, got a file.", remedy="Give its directory.")
     if isinstance(source, str) and REPO_ID.fullmatch(source):
@@ -51,7 +43,7 @@ def locate(source: str | Path, revision: str | None = None) -> Location:
     )
 
 
-def _in_cache(repo_id: str, revision: str | None) -> Location:
+def _in_cache(repo_id: str, revision: str | None) -> LocalStorage:
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 
@@ -65,17 +57,17 @@ def _in_cache(repo_id: str, revision: str | None) -> Location:
     return _in_tree(tree, repo_id, revision)
 
 
-def _in_tree(tree: Path, source: str, revision: str | None) -> Location:
+def _in_tree(tree: Path, source: str, revision: str | None) -> LocalStorage:
     snapshots = sorted(path.name for path in (tree / "snapshots").iterdir() if path.is_dir())
     if revision in snapshots:
-        return Location(tree / "snapshots" / revision, revision)
+        return LocalStorage(tree / "snapshots" / revision, revision)
     wanted = revision or "main"
     ref = tree / "refs" / wanted
     commit = ref.read_text(encoding="utf-8", errors="replace").strip() if ref.is_file() else ""
     if not commit and revision is None and len(snapshots) == 1:
         commit = snapshots[0]
     if COMMIT.fullmatch(commit) and commit in snapshots:
-        return Location(tree / "snapshots" / commit, commit)
+        return LocalStorage(tree / "snapshots" / commit, commit)
     name = tree.name.removeprefix("models--").replace("--", "/")
     raise SourceNotFoundError(
         f"Opening '{source}' at revision '{wanted}': the cache holds {snapshots or 'no snapshot'}.",

@@ -12,6 +12,8 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     │   ├── SourceNotFoundError           no such directory, cache tree or cached repository, or no weights in it
     │   ├── BrokenCheckpointError         the index and the shards disagree, or a shard can't be read; see .problems
     │   ├── UnsafeCheckpointError         pickle, a path that leaves the directory, an unbounded header
+    │   ├── HubReadError                  the Hub can't be reached, or did not give the bytes that were asked for
+    │   │   └── ChangedOnHubError         the repository or one of its files changed while it was read
     │   ├── ModelConfigError              config.json is missing, unreadable or holds a value of the wrong kind
     │   └── UnsupportedQuantizationError  the head is stored in a scheme that can't be trained
     ├── HeadError
@@ -99,6 +101,14 @@ class BrokenCheckpointError(CheckpointError):
 
 class UnsafeCheckpointError(CheckpointError):
     """Reading would run code or leave the checkpoint's directory."""
+
+
+class HubReadError(CheckpointError):
+    """The Hub can't be reached, or did not give the bytes that were asked for."""
+
+
+class ChangedOnHubError(HubReadError):
+    """The repository or one of its files changed while it was read."""
 
 
 class ModelConfigError(CheckpointError):

@@ -32,10 +32,10 @@ from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.overlay import Overlay, refuse_existing, staging
 from mtp_zoo.parallel import is_sharded
 from mtp_zoo.progress import progress
+from mtp_zoo.provenance import provenance, refuse_unprintable
 from mtp_zoo.quantized_tensors import encoded_like
 from mtp_zoo.registry import Family
 from mtp_zoo.site import HeadSite, find_site
-from mtp_zoo.version import __version__
 
 if TYPE_CHECKING:
     from mtp_zoo.head import DraftHead
@@ -124,7 +124,7 @@ def export(
         "base": {"source": index.source, "path": str(index.root.absolute()), "revision": index.revision},
         "training": training,
     }
-    _refuse_unprintable(facts)
+    refuse_unprintable(facts)
     form = head_form(head, bindings, index, quantized_base(index, site, dtype), dtype)
     plan = plan_export(index, site, bindings, form)
     written = _Written()
@@ -132,7 +132,7 @@ def export(
         with staging(out) as partial:
             overlay = Overlay(partial, link=not copy)
             _fill(overlay, plan, head, index, written)
-            _write_texts(overlay, plan, head, index.config, _provenance(plan, head, written.digests, facts))
+            _write_texts(overlay, plan, head, index.config, provenance(plan, head, written.digests, facts))
             check_output(partial, plan, index, site, head.num_depths, written.digests)
     except OSError as error:
         raise _failed(out, error) from error
@@ -166,6 +166,7 @@ def check_export(index: CheckpointIndex, out: str | Path, family: Family, *, dty
         CheckpointError, UnsupportedQuantizationError, ScaleMismatchError, OutputExistsError, ExportError: see `export`.
     """
     out = _plain_path(out)
+    index.require_local("Exporting into")
     index.verify()
     _refuse_overlap(out, index.root)
     refuse_existing(out)
@@ -223,16 +224,6 @@ def _grafted(head: DraftHead, index: CheckpointIndex) -> list[str]:
         f"the head was loaded from {head.origin.root}, the trunk from {index.root}: where they were not trained together, "
         "measure acceptance (mtp-zoo eval) before serving, and train the head on where it fell"
     ]
-
-
-def _refuse_unprintable(facts: Mapping[str, Any]) -> None:
-    try:
-        json.dumps(facts, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ExportError(
-            f"Writing {PROVENANCE_NAME}: the training summary is not JSON ({error}).",
-            remedy="Pass numbers, strings, lists and tables only.",
-        ) from error
 
 
 def _stored_tensors(
@@ -297,7 +288,7 @@ def _head_bytes(
         advance()
 
 
-def _write_texts(overlay: Overlay, plan: ExportPlan, head: DraftHead, config: ModelConfig, provenance: str) -> None:
+def _write_texts(overlay: Overlay, plan: ExportPlan, head: DraftHead, config: ModelConfig, history: str) -> None:
     declared, patch = head.family.count_field, plan.patch
     counted = declared is None or config.count(declared) == head.num_depths
     if counted and patch.config is None:
@@ -309,28 +300,11 @@ def _write_texts(overlay: Overlay, plan: ExportPlan, head: DraftHead, config: Mo
     for name, content in patch.files.items():
         overlay.write(name, [_json(content)])
     overlay.write(INDEX_NAME, [encode_index(plan.weight_map, {"total_size": plan.total_size}).encode()])
-    overlay.write(PROVENANCE_NAME, [provenance.encode()])
+    overlay.write(PROVENANCE_NAME, [history.encode()])
 
 
 def _json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _provenance(plan: ExportPlan, head: DraftHead, digests: Mapping[str, str], facts: Mapping[str, Any]) -> str:
-    content = {
-        "mtp_zoo": __version__,
-        "family": head.family.name,
-        "depths": head.num_depths,
-        "conventions": head.spec.describe(),
-        "engine": head.engine,
-        "head_bytes": sum(tensor.nbytes for tensor in plan.head),
-        **facts,
-        "tensors": {
-            tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "sha256": digests[tensor.name]}
-            for tensor in plan.head
-        },
-    }
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def _failed(out: Path, error: OSError) -> ExportError:

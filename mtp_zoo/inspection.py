@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry, TensorReader
 from mtp_zoo.errors import MTPZooError
-from mtp_zoo.registry import Family, Resolution, resolve, resolve_family
+from mtp_zoo.registry import Family, Resolution, needed_by_head, resolve, resolve_family
 from mtp_zoo.site import HeadSite, likely_site
 
 if TYPE_CHECKING:
@@ -76,19 +76,21 @@ class Inspection:
         return "\n".join(lines)
 
 
-def inspect(source: str | Path, *, copies: bool = False) -> Inspection:
+def inspect(source: str | Path, *, copies: bool = False, revision: str | None = None) -> Inspection:
     """Look at a checkpoint without reading a tensor.
 
     Args:
-        source: checkpoint directory, hub-cache tree, or id of a cached repository.
+        source: checkpoint directory, hub-cache tree, or repository id; on the Hub, only the headers of files that hold the
+            head or what it borrows are read.
         copies: read the head's copies of the target's embedding and lm_head, and these, and compare them whole.
+        revision: branch, tag or commit of a repository; its main branch where not given.
 
     Raises:
         CheckpointError: the place can't be read as a checkpoint at all; what is wrong with the head is reported.
     """
-    index = CheckpointIndex.open(source)
+    index = CheckpointIndex.open(source, revision=revision, need=needed_by_head)
     notes: list[str] = []
-    problems: list[str] = [str(fault) for fault in index.faults]
+    problems: list[str] = [*index.storage.notices, *(str(fault) for fault in index.faults)]
     family = resolution = None
     remarks: list[str] = []
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -26,7 +27,7 @@ from mtp_zoo.progress import progress
 from mtp_zoo.quant_ignore import HeadModules, quantized_by
 from mtp_zoo.quantization import Paired, QuantizedTensor, pair, quantization_settings
 from mtp_zoo.quantized_tensors import read_decoded
-from mtp_zoo.registry import Family, Resolution, get_family, resolve, resolve_family
+from mtp_zoo.registry import Family, Resolution, get_family, needed_by_head, resolve, resolve_family
 from mtp_zoo.site import HeadSite, find_site
 from mtp_zoo.spec import Engine
 
@@ -56,7 +57,8 @@ class LoadReport:
         copies: of those that repeat a tensor of the target, whether they equal it.
         initialised: head tensors that hold random values because that was asked for.
         notices: contradictions in the checkpoint that did not stop the load.
-        bytes_read: bytes taken from disk, headers included.
+        bytes_read: bytes of headers and tensors that were read.
+        bytes_moved: bytes that came over the network for that; those that had come before are kept on this machine.
     """
 
     source: str
@@ -68,6 +70,7 @@ class LoadReport:
     initialised: tuple[str, ...]
     notices: tuple[str, ...]
     bytes_read: int
+    bytes_moved: int = 0
 
     @property
     def head_bytes(self) -> int:
@@ -118,11 +121,13 @@ def load_head(
     seed: int = 0,
     engine: Engine | None = None,
     trainable: Collection[Group] = GROUPS,
+    revision: str | None = None,
 ) -> DraftHead:
     """Load the head that a checkpoint ships.
 
     Args:
-        source: checkpoint directory, hub-cache tree, or id of a cached repository.
+        source: checkpoint directory, hub-cache tree, or repository id. Of a repository that is not on this machine, headers
+            and the head's bytes are read, and nothing else.
         target: transformers model (or `SharedTensors`) whose embedding and lm_head the head borrows.
         family: family name, to skip the decision from the tensors.
         dtype: cast to this dtype; None keeps every tensor as stored, and decodes FP8 to BF16. `torch.float32` gives master
@@ -133,6 +138,7 @@ def load_head(
         depths: number of depths of a new head; only with `init="random"`. None takes what the config declares, or 1.
         engine: the engine that will serve, where engines differ in a convention; None is the training default.
         trainable: groups of tensors that take gradients, see `DraftHead.train_only`.
+        revision: branch, tag or commit of a repository; its main branch where not given.
 
     Returns:
         The head; `head.report` says what was read.
@@ -145,8 +151,10 @@ def load_head(
         ScaleMismatchError: the head is stored as FP8, and tensors and scales do not belong together.
     """
     _check_request(source, dtype, init, depths, engine)
-    index = CheckpointIndex.open(source)
     chosen = get_family(family) if isinstance(family, str) else family
+    index = CheckpointIndex.open(
+        source, revision=revision, need=partial(needed_by_head, family=chosen) if init == "checkpoint" else None
+    )
     if init == "random":
         head = _new_head(index, chosen or resolve_family(index.names, index.config), depths, dtype, device, seed)
     else:
@@ -221,6 +229,7 @@ def _stored_head(
     head, plan, stored = plan_head(index, resolution)
     reader = TensorReader(index)
     tensors = {entry.name: entry for entry in stored.plain} | dict(stored.quantized)
+    reader.fetch(entry for name in plan.natives for entry in _parts(tensors[name]))
     with progress("Reading the head", total=len(plan.natives)) as advance:
         for binding in plan.bindings:
             for name, value in _read_binding(binding, head, tensors, reader, dtype, device, advance).items():
@@ -237,11 +246,13 @@ def _stored_head(
         copies=copies,
         initialised=(),
         notices=(
+            *index.storage.notices,
             *resolution.notices,
             *ignore_notices(index, head.site, plan, stored),
             *_notices(index, head.site),
         ),
         bytes_read=index.header_bytes + reader.bytes_read,
+        bytes_moved=index.storage.bytes_moved,
     )
     dtypes = {name: plan.dtypes[next(iter(binding.natives))] for binding in plan.bindings for name in binding.heads}
     head.origin = Origin(index.root, plan.bindings, dtypes)

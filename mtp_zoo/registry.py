@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from mtp_zoo.errors import (
     FamilyDefinitionError,
     HeadCountError,
     HeadNotFoundError,
+    RegistryError,
     UnknownFamilyError,
     UnresolvedFamilyError,
 )
@@ -44,6 +45,12 @@ class TargetNames:
     embedding: str
     final_norm: str
     lm_head: tuple[str, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name that one of them may have."""
+        behind = (prefix + name for prefix in self.prefixes for name in (self.embedding, self.final_norm))
+        return frozenset((*behind, *self.lm_head))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +236,21 @@ def resolve_family(names: Iterable[str], config: ModelConfig) -> Family:
         f"its config says model_type {list(config.model_types)}.",
         remedy=f"Call load_head(..., family=...) with one of {known}, or register a family for this model_type.",
     )
+
+
+def needed_by_head(
+    names: frozenset[str], config: ModelConfig, *, family: Family | None = None
+) -> Callable[[str], bool]:
+    """Which tensors a reader of the head may ask for: the head's own, and those that it borrows from its target.
+
+    Where the family can't be told, all of them, so that an error can say what there is.
+    """
+    try:
+        chosen = family or resolve_family(names, config)
+    except RegistryError:
+        return lambda _: True
+    site, borrowed = likely_site(chosen, names, config), chosen.target.names
+    return lambda name: name in borrowed or site.in_scope(name)
 
 
 def _fits(family: Family, names: tuple[str, ...], config: ModelConfig) -> bool:

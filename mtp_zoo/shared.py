@@ -7,6 +7,7 @@ cast of the head, and unless it is asked for they are cut from the graph: a head
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from mtp_zoo.errors import ParallelError, SharedTensorError
 from mtp_zoo.logits import PLAIN, LogitRule
 from mtp_zoo.progress import progress
 from mtp_zoo.quantization import refuse_quantized
-from mtp_zoo.registry import Family, get_family, resolve_family
+from mtp_zoo.registry import Family, get_family, needed_by_head, resolve_family
 
 
 class SharedTensors:
@@ -116,6 +117,7 @@ def load_shared(
     family: str | Family | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    revision: str | None = None,
 ) -> SharedTensors:
     """Read the embedding, the lm_head and the final norm of a checkpoint, for callers without the target in memory.
 
@@ -124,8 +126,9 @@ def load_shared(
         SharedTensorError: one of them is missing or misshapen, or the config says untied and there is no lm_head.
         UnsupportedQuantizationError: one of them is stored quantised.
     """
-    index = CheckpointIndex.open(source)
-    chosen = get_family(family) if isinstance(family, str) else (family or resolve_family(index.names, index.config))
+    given = get_family(family) if isinstance(family, str) else family
+    index = CheckpointIndex.open(source, revision=revision, need=partial(needed_by_head, family=given))
+    chosen = given or resolve_family(index.names, index.config)
     names = shared_names(index, chosen)
     wanted = dict.fromkeys(names.values())
     index.check(wanted.__contains__)
@@ -134,6 +137,7 @@ def load_shared(
     factory = chosen.block.build(index.config)
     _check_shared(index, names, factory.config.hidden_size)
     reader = TensorReader(index)
+    reader.fetch(entries)
     tensors: dict[str, Tensor] = {}
     with progress("Reading the shared tensors", total=len(wanted)) as advance:
         for entry in entries:

@@ -51,7 +51,7 @@ def command(
     quiet_transformers()
     precision = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}[dtype]
     loaded = load_head(head or checkpoint, dtype=precision, device=device)
-    root = CheckpointIndex.open(checkpoint).root
+    root = CheckpointIndex.open(checkpoint).require_local("Evaluating")
     ids = _prompt_ids(root, prompts, prompt or [])
     target = load_target(root, dtype=precision, device=device)
     measure = acceptance.replay if replay else acceptance.speculate

@@ -96,7 +96,7 @@ class Trainer:
         check_export(index, config.out, resolve_family(index.names, index.config))
         self.accelerator = make_accelerator(config)
         processes, device = self.accelerator.num_processes, self.accelerator.device
-        tokenizer = load_tokenizer(index.root)
+        tokenizer = load_tokenizer(index.require_local("Training on"))
         self.rows, self.eval_rows = load_rows(config.data, tokenizer, seed=config.seed)
         self.plan = BatchPlan(len(self.rows), config.batch_size, config.grad_accumulation, processes, config.seed)
         self.steps = config.steps or self.plan.steps(config.epochs or 1.0)
