@@ -113,8 +113,32 @@ def export(
         VerificationError: what was written is not what was meant.
         In each case there is no `out` afterwards, and the base is as it was.
     """
-    out = _plain_path(out)
     _refuse_sharded(head)
+    return export_weights(head, head.state_dict(), base, out, copy=copy, dtype=dtype, training=training)
+
+
+def export_weights(
+    head: DraftHead,
+    weights: Mapping[str, torch.Tensor],
+    base: str | Path,
+    out: str | Path,
+    *,
+    copy: bool = False,
+    dtype: torch.dtype | None = None,
+    training: Mapping[str, Any] | None = None,
+) -> ExportReport:
+    """`export` with the numbers taken from `weights`; of `head`, only shapes and dtypes are looked at.
+
+    Args:
+        head: says what is exported; its tensors may be sharded or on the meta device.
+        weights: canonical name -> whole tensor, asked for while the head's shard is written: names come in the order of the
+            plan, and each may be asked for more than once.
+        base, out, copy, dtype, training: see `export`.
+
+    Raises:
+        see `export`.
+    """
+    out = _plain_path(out)
     index = CheckpointIndex.open(base)
     check_export(index, out, head.family, dtype=dtype)
     site = find_site(head.family, index.names, index.config)
@@ -131,7 +155,7 @@ def export(
     try:
         with staging(out) as partial:
             overlay = Overlay(partial, link=not copy)
-            _fill(overlay, plan, head, index, written)
+            _fill(overlay, plan, weights, index, written)
             _write_texts(overlay, plan, head, index.config, provenance(plan, head, written.digests, facts))
             check_output(partial, plan, index, site, head.num_depths, written.digests)
     except OSError as error:
@@ -227,12 +251,12 @@ def _grafted(head: DraftHead, index: CheckpointIndex) -> list[str]:
 
 
 def _stored_tensors(
-    plan: ExportPlan, head: DraftHead, index: CheckpointIndex, kept: set[str]
+    plan: ExportPlan, weights: Mapping[str, torch.Tensor], index: CheckpointIndex, kept: set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors as they are stored, in the order of the plan; `kept` gets the names of those in the base's own bytes."""
     reader = TensorReader(index)
     dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.head}
-    for name, native in native_tensors(plan.bindings, head.state_dict()):
+    for name, native in native_tensors(plan.bindings, weights):
         value = native.cpu()
         base = plan.form.quantized.get(name)
         if base is None:
@@ -251,7 +275,13 @@ def _casts(plan: ExportPlan, head: DraftHead) -> int:
     return len({move.native for move in moves if weights[move.head].dtype != stored[move.native]})
 
 
-def _fill(overlay: Overlay, plan: ExportPlan, head: DraftHead, index: CheckpointIndex, written: _Written) -> None:
+def _fill(
+    overlay: Overlay,
+    plan: ExportPlan,
+    weights: Mapping[str, torch.Tensor],
+    index: CheckpointIndex,
+    written: _Written,
+) -> None:
     """Everything but the small texts."""
     reader = TensorReader(index)
     with progress("Writing the checkpoint", total=len(plan.shards) + len(plan.others) + len(plan.head)) as advance:
@@ -264,7 +294,7 @@ def _fill(overlay: Overlay, plan: ExportPlan, head: DraftHead, index: Checkpoint
         for path in plan.others:
             overlay.copy(index.root / path, path)
             advance()
-        stored = _stored_tensors(plan, head, index, written.kept)
+        stored = _stored_tensors(plan, weights, index, written.kept)
         overlay.write(plan.head_file, _head_bytes(plan, stored, written.digests, advance))
 
 
