@@ -221,7 +221,17 @@ def _refuse_sharded(head: DraftHead) -> None:
 
 
 def _refuse_misfit(head: DraftHead, site: HeadSite, index: CheckpointIndex) -> None:
-    """Every head tensor must have the shape that the base's config asks for."""
+    problems = misfits(head, site, index)
+    if problems:
+        raise ExportError(
+            f"Exporting a {head.family.name} head into {index.root}: it was made for another model.",
+            remedy="Export into the model that the head was trained with.",
+            problems=problems,
+        )
+
+
+def misfits(head: DraftHead, site: HeadSite, index: CheckpointIndex) -> list[str]:
+    """What of a head, by name and shape, is not what the config of `index` asks for; the head may be on the meta device."""
     fitting = type(head)(head.family, index.config, depths=head.num_depths, first_layer=site.first_layer, device="meta")
     expected = fitting.state_dict()
     found = head.state_dict()
@@ -232,12 +242,7 @@ def _refuse_misfit(head: DraftHead, site: HeadSite, index: CheckpointIndex) -> N
     ]
     problems += [f"{name}: only in the head" for name in sorted(found.keys() - expected.keys())]
     problems += [f"{name}: only in a head for the base" for name in sorted(expected.keys() - found.keys())]
-    if problems:
-        raise ExportError(
-            f"Exporting a {head.family.name} head into {index.root}: it was made for another model.",
-            remedy="Export into the model that the head was trained with.",
-            problems=problems,
-        )
+    return problems
 
 
 def _grafted(head: DraftHead, index: CheckpointIndex) -> list[str]:
