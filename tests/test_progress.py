@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mtp_zoo.progress import SHOW_AFTER_SECONDS, progress
+from mtp_zoo.progress import SHOW_AFTER_SECONDS, progress, progress_bytes
 
 
 class Clock:
@@ -51,3 +51,20 @@ def test_slow_work_shows_a_bar_on_stderr_and_ends_it(
     assert "Reading the head" in err
     assert "2/3" in err
     assert raised is (failure is not None)
+
+
+def test_bytes_are_shown_with_their_rate(
+    clock: Clock, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four MiB every two seconds is a rate of 2 MB/s, as rich counts: 4 * 1,048,576 / 2 = 2,097,152 bytes a second."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    with progress_bytes("Writing", total=12 << 20) as advance:
+        for _ in range(2):
+            clock.now += 2.0
+            advance(4 << 20)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "8.0/12.0 MiB" in err
+    assert "2.1 MB/s" in err
