@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mtp_zoo.context_parallel import ShardedBatch, split
     from mtp_zoo.errors import MTPZooError
     from mtp_zoo.exporter import ExportReport, export
+    from mtp_zoo.grafting import graft
     from mtp_zoo.head import DraftHead, DraftModule
     from mtp_zoo.keymap import KeyMap
     from mtp_zoo.loader import LoadReport, load_head
@@ -60,6 +61,7 @@ _HOME = {
     "export": "exporter",
     "gather_head": "parallel",
     "get_family": "registry",
+    "graft": "grafting",
     "list_families": "registry",
     "load_head": "loader",
     "load_shared": "shared",
@@ -103,6 +105,7 @@ __all__ = [
     "export",
     "gather_head",
     "get_family",
+    "graft",
     "list_families",
     "load_head",
     "load_shared",

@@ -37,6 +37,7 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     ├── ResumeError                       a training checkpoint that can't be continued
     ├── ExportError
     │   ├── OutputExistsError             the output path is taken
+    │   ├── GraftMismatchError            a head and a trunk that are not of one model; all facts in its .problems
     │   └── VerificationError             what was written is not what was meant; nothing was published
     └── ConformanceError                  a conformance run that can't be made as asked
         └── EnvironmentSetupError         an engine's environment can't be made; the command ends with 3, not 2
@@ -201,6 +202,10 @@ class ExportError(MTPZooError):
 
 class OutputExistsError(ExportError):
     """The output path is taken."""
+
+
+class GraftMismatchError(ExportError):
+    """A head and a trunk that are not of one model."""
 
 
 class VerificationError(ExportError):

@@ -1,0 +1,82 @@
+"""graft: the head of one checkpoint put into another that lost it, or never had it.
+
+    headers of both -> check_graft (one model? all facts at once) -> load_head -> export into the receiver
+
+Trainers drop the head when they save (transformers does not build it), so do mergers of LoRA and most quantisers. The head
+takes the receiver's form: its place among the layers, its experts' layout and FP8 form where it has a head of its own, its
+list of modules that are not quantised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtp_zoo.checkpoint import CheckpointIndex
+from mtp_zoo.errors import ExportError
+from mtp_zoo.exporter import ExportReport, check_export, export
+from mtp_zoo.graft_check import check_graft
+from mtp_zoo.loader import load_head
+from mtp_zoo.registry import needed_by_head, resolve
+
+if TYPE_CHECKING:
+    import torch
+
+ADAPTER = "adapter_config.json"
+"""What PEFT saves of a model that is not merged."""
+
+
+def graft(
+    source: str | Path,
+    into: str | Path,
+    out: str | Path,
+    *,
+    copy: bool = False,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> ExportReport:
+    """Write `into` with the head of `source` as a new checkpoint.
+
+    Nothing is written, and of `source` only headers are read, before it is known that both are of one model: trunk, tokens
+    and the head's shapes must agree. What differs and does no harm by itself is in the report's notices.
+
+    A tensor keeps the dtype in which `source` stores it, or takes that of the head that it replaces; FP8 becomes BF16 where
+    `into` has no FP8 head of its own.
+
+    Args:
+        source: checkpoint that holds the head: directory, hub-cache tree, or repository id. Of a repository that is not on
+            this machine, headers, the tokenizer and the head's bytes are read, and nothing else.
+        into: checkpoint whose trunk is served; whole, and on this machine.
+        out: directory to make; must not exist.
+        copy: copy weight files instead of hard-linking them.
+        dtype: store the head as floats like this.
+        revision: branch, tag or commit of `source`; its main branch where not given.
+
+    Returns:
+        What was written, as `export` says it.
+
+    Raises:
+        GraftMismatchError: the two are not of one model; every fact that differs.
+        HeadNotFoundError and the other errors of `load_head`: `source` holds no head that can be read.
+        CheckpointError: `into` is not whole, or not on this machine.
+        ExportError: see `export`; also where `into` is a LoRA adapter that is not merged.
+    """
+    _refuse_adapter(into)
+    receiver = CheckpointIndex.open(into)
+    donor = CheckpointIndex.open(source, revision=revision, need=needed_by_head)
+    family = resolve(donor.names, donor.config).family
+    check_export(receiver, out, family, dtype=dtype)
+    notices = check_graft(donor, receiver)
+    head = load_head(source, revision=donor.revision, family=family)
+    report = export(head, into, out, copy=copy, dtype=dtype)
+    return dataclasses.replace(report, notices=(*notices, *report.notices))
+
+
+def _refuse_adapter(into: str | Path) -> None:
+    root = Path(into).expanduser()
+    if (root / ADAPTER).is_file() and not (root / "config.json").is_file():
+        raise ExportError(
+            f"Grafting into {into}: expected a model, found a LoRA adapter ({ADAPTER}, no config.json).",
+            remedy="Merge it into its base first (PEFT: merge_and_unload), save that, and graft into what was saved.",
+        )
