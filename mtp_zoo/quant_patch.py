@@ -1,15 +1,17 @@
 """The quantisation config of a checkpoint whose head is written as floats: completed, so that engines leave the head alone.
 
-Changed are config.json and the side files in which tools describe what is quantised: `hf_quant_config.json` (modelopt) and
-`quant_model_description.json` (Ascend). Other JSON files that name modules of the head are reported, and copied as they are.
+Changed are config.json and the side files in which tools describe what is quantised: `hf_quant_config.json` (modelopt),
+`quantize_config.json` (AutoGPTQ, GPTQModel), `quant_config.json` (AutoAWQ) and `quant_model_description.json` (Ascend). Other
+JSON files that name modules of the head are reported, and copied as they are.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +24,8 @@ from mtp_zoo.spec import Engine
 
 MODELOPT_FILE = "hf_quant_config.json"
 ASCEND_FILE = "quant_model_description.json"
+METHOD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""What tools write beside config.json, and engines read where that describes nothing; and the method of one that names none."""
 ORDINARY = ("config.json", "generation_config.json", "tokenizer", "vocab", "model.safetensors.index", "mtp_zoo.json")
 """Beginnings of the names of JSON files that describe no quantisation."""
 
@@ -60,7 +64,7 @@ def plan_patch(index: CheckpointIndex, head: HeadModules, floats: Mapping[str, S
     config = _patched_config(index.config.raw, head, trunk)
     settings = quantization_settings(index.config) if config is None else _first(config)
     unheard = quantized_by(settings, head, strict=True)
-    files, notices = _side_files(index.root, head, floats)
+    files, notices = _side_files(index.root, head, floats, trunk)
     remarks = _remarks(settings, head, unheard, scheme_name(index.config))
     return QuantPatch(config, files, unheard, (*remarks, *notices))
 
@@ -110,6 +114,7 @@ def complete(settings: dict[str, Any], head: HeadModules, trunk: Sequence[str] =
     method = method_of(settings)
     if method is None or not any(quantized_by(settings, head, strict=True).values()):
         return False
+    before = json.dumps(settings)  # in which the order of entries shows, where the first that matches decides
     listed = method.listed(settings)
     entries = [*method.entries(head), *(trunk if method.inferred and not listed else ())]
     usual = "ignore" if "ignore" in method.keys and not nested else method.keys[-1]
@@ -120,7 +125,7 @@ def complete(settings: dict[str, Any], head: HeadModules, trunk: Sequence[str] =
     if isinstance(layers, dict):
         kept = cast("dict[str, Any]", layers)
         settings["quantized_layers"] = {k: v for k, v in kept.items() if not f"{k}.".startswith(head.prefixes)}
-    return True
+    return json.dumps(settings) != before
 
 
 def _extended(old: Any, listed: Sequence[str], entries: Sequence[str], method: Method) -> Any:
@@ -150,8 +155,13 @@ def _remarks(
 
 
 def _side_files(
-    root: Path, head: HeadModules, floats: Mapping[str, Sequence[int]]
+    root: Path, head: HeadModules, floats: Mapping[str, Sequence[int]], trunk: Sequence[str]
 ) -> tuple[dict[str, Mapping[str, Any]], list[str]]:
+    known: Mapping[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
+        MODELOPT_FILE: lambda content: _modelopt(content, head),
+        ASCEND_FILE: lambda content: _ascend(content, head, floats),
+        **{name: partial(_own_file, head=head, trunk=trunk, usual=usual) for name, usual in METHOD_FILES.items()},
+    }
     files: dict[str, Mapping[str, Any]] = {}
     notices: list[str] = []
     for path in sorted(root.glob("*.json")):
@@ -159,9 +169,9 @@ def _side_files(
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         content = _parsed(text)
-        if path.name in (MODELOPT_FILE, ASCEND_FILE) and content is not None:
-            known = _modelopt(content, head) if path.name == MODELOPT_FILE else _ascend(content, head, floats)
-            files |= {path.name: known} if known else {}
+        if path.name in known and content is not None:
+            changed = known[path.name](content)
+            files |= {path.name: changed} if changed else {}
         elif named := next((name for name in head.names if name in text), None):
             notices.append(
                 f"{path.name} names modules of the head, '{named}' for one, and is copied as it is: check it"
@@ -184,6 +194,15 @@ def _modelopt(content: dict[str, Any], head: HeadModules) -> dict[str, Any] | No
     if method_of(settings) is not METHODS["modelopt"]:
         return None
     return patched if complete(settings, head, nested=nested) else None
+
+
+def _own_file(content: dict[str, Any], head: HeadModules, trunk: Sequence[str], usual: str) -> dict[str, Any] | None:
+    """A method's settings in a file of their own; older tools leave out which method it is."""
+    patched = copy.deepcopy(content)
+    patched.setdefault("quant_method", usual)
+    if not complete(patched, head, trunk):
+        return None
+    return {key: value for key, value in patched.items() if key in content or key != "quant_method"}
 
 
 def _ascend(content: dict[str, Any], head: HeadModules, floats: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:

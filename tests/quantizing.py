@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtp_zoo.quant_ignore import HeadModules
+from mtp_zoo.quant_ignore import HeadModules, quantized_by
+from tests.exporting import stored
 from tests.stored_forms import Form, Tensors, head_of, make, site_of
 
 E4M3 = torch.float8_e4m3fn
@@ -118,3 +121,18 @@ def decoded(tensors: Mapping[str, Tensor], storage: Storage, dtype: torch.dtype 
         for name, value in tensors.items()
         if name not in scales
     }
+
+
+def settings_of(root: Path) -> dict[str, Any]:
+    return json.loads((root / "config.json").read_text())["quantization_config"]
+
+
+def built_quantized(root: Path, family: str) -> set[str]:
+    """What some engine would build quantised of the head's float modules, by every name of it."""
+    scope = site_of(family).in_scope
+    tensors = {name: value for name, value in stored(root).items() if scope(name) and not name.endswith(COPIES)}
+    scales = {f"{name}{end}" for name in tensors for end in ("_scale", "_scale_inv")}
+    floats = [(n, tuple(t.shape)) for n, t in tensors.items() if t.dtype != E4M3 and n not in scales]
+    modules = HeadModules.of(site_of(family), floats, whole=len(floats) == len(tensors))
+    found = quantized_by(settings_of(root), modules, strict=True)
+    return {name for names in found.values() for name in names}

@@ -47,6 +47,26 @@ def test_the_list_of_modelopts_own_file_is_completed(tmp_path: Path) -> None:
     assert json.loads((base / "hf_quant_config.json").read_text()) == listed
 
 
+def test_a_methods_own_file_is_completed_in_its_order(tmp_path: Path) -> None:
+    """GPTQModel writes its settings twice, and an older AutoAWQ leaves out what they are settings of."""
+    gptq = {"bits": 4, "dynamic": {r"+:.*layers.*": {"bits": 8}}, "quant_method": "gptq", "meta": {"uri": "x"}}
+    base, _ = float_base(tmp_path / "base", quantize_config=gptq, quant_config={"w_bit": 4, "zero_point": True})
+    reexported(base, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "quantize_config.json").read_text())
+    assert [*written.items()] == [*(gptq | {"dynamic": {r"-:^mtp(\.|$)": {}, **gptq["dynamic"]}}).items()]
+    assert [*written["dynamic"]] == [r"-:^mtp(\.|$)", r"+:.*layers.*"]
+    older = json.loads((tmp_path / "out" / "quant_config.json").read_text())
+    assert older.keys() == {"w_bit", "zero_point", "modules_to_not_convert"}
+    assert {"mtp.fc", "lm_head", "mtp.layers.0.mlp.experts"} <= {*older["modules_to_not_convert"]}
+
+
+def test_a_methods_own_file_that_is_complete_is_copied_as_it_is(tmp_path: Path) -> None:
+    text = json.dumps({"bits": 4, "dynamic": {r"-:^mtp(\.|$)": {}}})
+    base, _ = float_base(tmp_path / "base", quantize_config=text)
+    reexported(base, tmp_path / "out")
+    assert (tmp_path / "out" / "quantize_config.json").read_text() == text
+
+
 def test_a_description_tensor_by_tensor_says_that_the_head_is_float(tmp_path: Path) -> None:
     """https://github.com/vllm-project/vllm-ascend/pull/502: the description has no entry for the head."""
     told = {"model.layers.0.mlp.up_proj.weight": "W8A8_DYNAMIC", "mtp.layers.0.self_attn.q_proj.weight_scale": "W8A8"}

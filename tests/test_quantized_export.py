@@ -16,10 +16,21 @@ from mtp_zoo.checkpoint import CheckpointIndex
 from mtp_zoo.errors import ExportError, VerificationError
 from mtp_zoo.exporter import check_export
 from mtp_zoo.keymap import to_native
-from mtp_zoo.quant_ignore import HeadModules, quantized_by
 from mtp_zoo.registry import get_family
 from tests.exporting import same, stored
-from tests.quantizing import BLOCKS, COPIES, E4M3, ROWS, STORAGES, WHOLE, Storage, decoded, make_fp8, quantized_names
+from tests.quantizing import (
+    BLOCKS,
+    E4M3,
+    ROWS,
+    STORAGES,
+    WHOLE,
+    Storage,
+    built_quantized,
+    decoded,
+    make_fp8,
+    quantized_names,
+    settings_of,
+)
 from tests.stored_forms import Form, all_forms, head_of, make, packed, plain_form, site_of
 from tests.tiny import write_checkpoint
 
@@ -30,21 +41,6 @@ KINDS = [DENSE, PACKED, plain_form("qwen3_5_moe"), DEEPSEEK]
 ALL = [form for form in all_forms() if not form.tied and not form.copies]
 Q = "mtp.layers.0.self_attn.q_proj.weight"
 CANONICAL_Q = "depths.0.block.self_attn.q_proj.weight"
-
-
-def settings_of(root: Path) -> dict[str, Any]:
-    return json.loads((root / "config.json").read_text())["quantization_config"]
-
-
-def built_quantized(root: Path, family: str) -> set[str]:
-    """What some engine would build quantised of the head's float modules, by every name of it."""
-    scope = site_of(family).in_scope
-    tensors = {name: value for name, value in stored(root).items() if scope(name) and not name.endswith(COPIES)}
-    scales = {f"{name}{end}" for name in tensors for end in ("_scale", "_scale_inv")}
-    floats = [(n, tuple(t.shape)) for n, t in tensors.items() if t.dtype != E4M3 and n not in scales]
-    modules = HeadModules.of(site_of(family), floats, whole=len(floats) == len(tensors))
-    found = quantized_by(settings_of(root), modules, strict=True)
-    return {name for names in found.values() for name in names}
 
 
 def reread(base: Path, out: Path, **options: Any) -> tuple[Any, Any]:
