@@ -59,8 +59,16 @@ class Storage(Protocol):
         """Bytes that came over the network so far."""
         ...
 
+    def file_names(self) -> set[str]:
+        """Every name at the top."""
+        ...
+
     def weight_files(self) -> set[str]:
         """Safetensors files at the top, links to nothing included."""
+        ...
+
+    def small_file(self, file: str) -> Path | None:
+        """Where a small file, a tokenizer's for example, lies on this machine, fetched if need be; None if there is none."""
         ...
 
     def exists(self, file: str) -> bool:
@@ -93,6 +101,15 @@ class LocalStorage:
     notices: tuple[str, ...] = ()
     is_local: bool = True
     bytes_moved: int = 0
+
+    def file_names(self) -> set[str]:
+        """See `Storage.file_names`."""
+        return set(os.listdir(self.root))
+
+    def small_file(self, file: str) -> Path | None:
+        """See `Storage.small_file`."""
+        path = self.root / file
+        return path if path.is_file() else None
 
     def weight_files(self) -> set[str]:
         """Safetensors files at the top of the directory, links to nothing included."""
