@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from mtp_zoo.checkpoint import CheckpointIndex
@@ -124,7 +123,7 @@ def _checked(ids: Mapping[Any, Any], added: Mapping[Any, Any]) -> Vocabulary | N
 
 
 def _read(index: CheckpointIndex, name: str) -> dict[str, Any] | None:
-    path = _place(index, name)
+    path = index.storage.small_file(name)
     try:
         if path is None or path.stat().st_size > READ_LIMIT:
             return None
@@ -132,13 +131,3 @@ def _read(index: CheckpointIndex, name: str) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return cast("dict[str, Any]", found) if isinstance(found, dict) else None
-
-
-def _place(index: CheckpointIndex, name: str) -> Path | None:
-    """The file on this machine; from the Hub, where it lies there, it is brought into the Hugging Face cache."""
-    path = index.root / name
-    if index.storage.is_local or path.is_file() or not index.storage.exists(name):
-        return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(index.source, name, revision=index.revision))
