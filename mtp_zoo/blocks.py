@@ -66,8 +66,10 @@ class BlockSource:
         """The transformers config under which `layer(config, 0)` is the family's block.
 
         Raises:
-            ModelConfigError: RoPE settings are missing or contradict each other, or transformers refuses a value.
+            ModelConfigError: RoPE settings are missing or contradict each other, a size is impossible, or transformers
+                refuses a value.
         """
+        config.refuse_impossible_sizes()
         text = {key: value for key, value in config.text.items() if key not in NOT_FOR_THE_BLOCK}
         text["rope_parameters"] = _rope_parameters(text, self.layer_type, config)
         text.pop("rope_scaling", None)
@@ -215,8 +217,11 @@ def _rope_parameters(text: Mapping[str, Any], layer_type: str | None, config: Mo
             if value is not None and rope.setdefault(key, value) != value:
                 raise _rope_error(config, f"{key} is {rope[key]!r} in one place and {value!r} in {place}")
     theta = rope.get("rope_theta")
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < float("inf"):
         raise _rope_error(config, f"expected rope_theta > 0 in rope_parameters or beside it, got {theta!r}")
+    part = rope.get("partial_rotary_factor", 1.0)
+    if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 < part <= 1:
+        raise _rope_error(config, f"expected 0 < partial_rotary_factor <= 1, got {part!r}")
     return {"rope_type": "default", **copy.deepcopy(rope)}
 
 

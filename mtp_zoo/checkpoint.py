@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mtp_zoo.checkpoint_faults import REMEDIES, Fault, find_faults
 from mtp_zoo.checkpoint_source import locate
+from mtp_zoo.containment import refuse_escapes
 from mtp_zoo.errors import BrokenCheckpointError, SourceNotFoundError, UnsafeCheckpointError
 from mtp_zoo.index_file import CONVERT_PICKLES, INDEX_NAME, PICKLE_SUFFIXES, read_index
 from mtp_zoo.modelconfig import ModelConfig
@@ -82,7 +83,8 @@ class CheckpointIndex:
         Raises:
             SourceNotFoundError: no such place, or no weights in it.
             HubReadError: the Hub can't be reached, or does not give what was asked for.
-            UnsafeCheckpointError: only pickled weights, a listed path outside the directory, an unbounded header.
+            UnsafeCheckpointError: only pickled weights, a listed path or a link that leads out of the directory, an
+                unbounded header.
             BrokenCheckpointError: the index is unreadable, or no weight file is readable.
             ModelConfigError: config.json is missing or unreadable.
         """
@@ -91,8 +93,9 @@ class CheckpointIndex:
         index_size, weight_map = read_index(storage.root)
         if not on_disk and weight_map is None:
             raise _no_weights(storage.root)
-        config = ModelConfig.read(storage.root)
         candidates = sorted(on_disk | set((weight_map or {}).values()))
+        refuse_escapes(storage.root, ["config.json", INDEX_NAME, *candidates])
+        config = ModelConfig.read(storage.root)
         missing = [file for file in candidates if not storage.exists(file)]
         files = tuple(file for file in candidates if file not in missing)
         wanted = _needed(files, weight_map, config, None if storage.is_local else need)

@@ -10,8 +10,10 @@ from itertools import count
 from typing import Any, Literal
 
 from mtp_zoo.checkpoint import INDEX_NAME, CheckpointIndex, TensorEntry
+from mtp_zoo.containment import refuse_escapes
 from mtp_zoo.errors import ExportError
 from mtp_zoo.export_form import HeadForm, HeadTensor, is_left_alone
+from mtp_zoo.journal import UNDO, UPDATE
 from mtp_zoo.keymap import Binding
 from mtp_zoo.overlay import files_below
 from mtp_zoo.quant_ignore import HeadModules
@@ -23,8 +25,8 @@ PROVENANCE_NAME = "mtp_zoo.json"
 SINGLE_FILE = "model.safetensors"
 HEAD_FILES = tuple(f"{stem}_mtp_head.safetensors" for stem in ("model", "z", "zz", "zzzz"))
 PICKLED_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
-NO_MODEL_FOLDERS = (".git", ".cache")
-"""Version control and download records: not part of the model, and as large as it."""
+NO_MODEL_FOLDERS = (".git", ".cache", UPDATE, UNDO)
+"""Version control, download records and what updates in place keep: not part of the model, and as large as it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +147,12 @@ def _is_listed(index: CheckpointIndex, file: str) -> bool:
     return not index.listed or file == SINGLE_FILE or file in index.weight_map.values()
 
 
-def _others(index: CheckpointIndex) -> Iterable[str]:
+def _others(index: CheckpointIndex) -> list[str]:
     ours = {*index.files, INDEX_NAME, PROVENANCE_NAME, "config.json"}
-    for path in files_below(index.root, skip_folders=NO_MODEL_FOLDERS):
-        if path not in ours and not any(fnmatch(path, pattern) for pattern in PICKLED_WEIGHTS):
-            yield path
+    below = files_below(index.root, skip_folders=NO_MODEL_FOLDERS)
+    others = [path for path in below if path not in ours and not any(fnmatch(path, p) for p in PICKLED_WEIGHTS)]
+    refuse_escapes(index.root, others)
+    return others
 
 
 def name_that_sorts_last(names: Iterable[str]) -> str:

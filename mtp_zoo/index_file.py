@@ -8,9 +8,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from mtp_zoo.errors import BrokenCheckpointError, UnsafeCheckpointError
-from mtp_zoo.safetensors_header import LFS_POINTER
+from mtp_zoo.json_text import CONTROLS, parse_object, read_bounded, refuse_controls
+from mtp_zoo.safetensors_header import HEADER_LIMIT, LFS_POINTER
 
 INDEX_NAME = "model.safetensors.index.json"
+INDEX_LIMIT = HEADER_LIMIT
+"""Longest index in bytes: it says less of a tensor than a header does."""
+
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 CONVERT_PICKLES = (
     "Convert it in an environment that you trust: load it with transformers, `model.save_pretrained(directory)`; "
@@ -29,15 +33,15 @@ def read_index(root: Path) -> tuple[int, dict[str, str] | None]:
     if not path.exists() and not path.is_symlink():
         return 0, None
     try:
-        raw = path.read_bytes()
+        raw = read_bounded(path, INDEX_LIMIT)
         if raw.startswith(LFS_POINTER):
             raise _unreadable(root, "a git-lfs pointer, not the file that it points to (`git lfs pull` gets it)")
-        content = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        weight_map = parse_object(raw, unique=True).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("it holds no 'weight_map'")
+        refuse_controls(cast("dict[str, Any]", weight_map))
     except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(root, str(error)) from error
-    weight_map = cast("dict[str, Any]", content).get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise _unreadable(root, "it holds no 'weight_map'")
     places: dict[str, str] = {}  # each file is looked at once: an index can hold a hundred thousand names
     for name, file in cast("dict[str, Any]", weight_map).items():
         if not isinstance(file, str) or not file:
@@ -53,15 +57,6 @@ def encode_index(weight_map: Mapping[str, str], metadata: Mapping[str, object]) 
     return json.dumps(content, indent=2) + "\n"
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"'{name}' occurs twice")
-        found[name] = value
-    return found
-
-
 def _unreadable(root: Path, reason: str) -> BrokenCheckpointError:
     return BrokenCheckpointError(
         f"Reading {root / INDEX_NAME}: {reason}.", remedy="Restore the index from the original checkpoint."
@@ -72,7 +67,9 @@ def _inside(root: Path, name: str, file: str) -> str:
     """A listed path, normalised; inside the directory."""
     path = PurePosixPath(file)
     # A file may be a link out of the directory (that is how the Hugging Face cache stores it); its folder may not.
-    outside = path.is_absolute() or ".." in path.parts or any(letter in file for letter in "\\:\0")
+    outside = (
+        path.is_absolute() or ".." in path.parts or any(letter in file for letter in "\\:") or CONTROLS.search(file)
+    )
     if outside or not (root / path).parent.resolve().is_relative_to(root.resolve()):
         raise UnsafeCheckpointError(
             f"Reading {root / INDEX_NAME}: it puts '{name}' in {file!r}, outside the checkpoint's directory.",

@@ -6,15 +6,26 @@ Fields are read and written in the place where they are found, so a patched conf
 from __future__ import annotations
 
 import copy
-import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mtp_zoo.errors import ModelConfigError
+from mtp_zoo.json_text import parse_object, read_bounded
 
 NESTED_KEY = "text_config"
+CONFIG_LIMIT = 1 << 24
+"""Longest config.json in bytes; the longest published ones list a million bytes of modules that are not quantised."""
+
+SIZES = re.compile(r"_(size|dim|rank|heads|groups?|layers|experts)$")
+"""Fields of a language model that something is allocated by, or counted up to."""
+
+LARGEST = {"experts": 1 << 14, "layers": 1 << 14}
+"""Largest of those that a head is built for, by the end of their names; the largest published ones are a tenth of it."""
+
+LARGEST_SIZE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -38,14 +49,12 @@ class ModelConfig:
         """
         path = directory / "config.json"
         remedy = "Point at the directory that holds the model's config.json, or restore that file."
-        if not path.is_file():
+        if not path.exists():
             raise ModelConfigError(f"Reading the model configuration: {path} does not exist.", remedy=remedy)
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = parse_object(read_bounded(path, CONFIG_LIMIT))
         except (OSError, ValueError, RecursionError) as error:
             raise ModelConfigError(f"Reading {path}: it can't be read as JSON ({error}).", remedy=remedy) from error
-        if not isinstance(raw, dict):
-            raise ModelConfigError(f"Reading {path}: expected an object, got {type(raw).__name__}.", remedy=remedy)
         nested = raw.get(NESTED_KEY, {})
         if not isinstance(nested, dict):
             raise ModelConfigError(
@@ -88,6 +97,26 @@ class ModelConfig:
             ModelConfigError: a string, a float, a boolean, a negative number, or two places that disagree.
         """
         return self._agreed(field, "an integer >= 0", lambda value: type(value) is int and value >= 0)
+
+    def refuse_impossible_sizes(self) -> None:
+        """Refuse numbers by which nothing can be built, before somebody tries: a rotary table of 10^10 rows takes minutes.
+
+        Raises:
+            ModelConfigError: with every such field.
+        """
+        ends = ((field, SIZES.search(field)) for field in self.text)
+        limits = {field: LARGEST.get(end[1], LARGEST_SIZE) for field, end in ends if end and "window" not in field}
+        wrong = [
+            f"'{field}': expected 0 to {limit}, got {str(value)[:40]}"
+            for field, limit in limits.items()
+            if type(value := self.text[field]) is int and not 0 <= value <= limit
+        ]
+        if wrong:
+            raise ModelConfigError(
+                f"Reading {self.path}: no model has such sizes.",
+                remedy="Restore config.json from the original checkpoint.",
+                problems=wrong,
+            )
 
     def _agreed(self, field: str, expected: str, valid: Callable[[Any], bool]) -> Any | None:
         """The one value of `field` in the places that hold it, nulls left out."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 import gc
 import json
 import math
-import re
 import stat
 import struct
-from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mtp_zoo.errors import BrokenCheckpointError, UnsafeCheckpointError, UnsupportedQuantizationError
+from mtp_zoo.json_text import parse_object, refuse_controls
 
 if TYPE_CHECKING:
     import torch
@@ -154,6 +153,39 @@ def read_header(root: Path, file: str) -> Header:
         raw, size = _header_bytes(root / file, file)
     except OSError as error:
         raise _broken(file, f"it can't be read ({error.strerror or error})") from error
+    return decode_header(raw, file, size)
+
+
+def header_length(start: bytes, file: str, size: int) -> int:
+    """Bytes of the JSON part, from the first `len(LFS_POINTER)` bytes of a file of `size` bytes.
+
+    Raises:
+        BrokenCheckpointError: the file is empty, a git-lfs pointer, or shorter than its header claims to be.
+        UnsafeCheckpointError: see `read_header`.
+    """
+    if not start:
+        raise _broken(file, "it is empty")
+    if start == LFS_POINTER:
+        raise _broken(file, "it is a git-lfs pointer, not the file that it points to (`git lfs pull` gets it)")
+    if size < 8:
+        raise _broken(file, f"it has {size} bytes, fewer than the 8 that hold the header's length")
+    (length,) = struct.unpack("<Q", start[:8])
+    if length > size - 8:
+        raise _broken(file, f"its header claims {length} bytes, the file has {size}: truncated, or no safetensors")
+    if length > HEADER_LIMIT:
+        raise UnsafeCheckpointError(
+            f"Reading {file}: its header claims {length} bytes, the limit is {HEADER_LIMIT}.",
+            remedy="Take the checkpoint from a source you trust, or split the file into shards.",
+        )
+    return length
+
+
+def decode_header(raw: bytes, file: str, size: int) -> Header:
+    """The header of a file of `size` bytes out of its JSON part.
+
+    Raises:
+        BrokenCheckpointError: see `read_header`.
+    """
     table = _parse(raw, file)
     metadata = _metadata(table.pop("__metadata__", {}), file)
     base = 8 + len(raw)
@@ -184,42 +216,18 @@ def _header_bytes(path: Path, file: str) -> tuple[bytes, int]:
         raise _broken(file, "it is not a regular file")
     size = status.st_size
     with path.open("rb") as stream:
-        start = stream.read(len(LFS_POINTER))
-        if not start:
-            raise _broken(file, "it is empty")
-        if start == LFS_POINTER:
-            raise _broken(file, "it is a git-lfs pointer, not the file that it points to (`git lfs pull` gets it)")
-        if size < 8:
-            raise _broken(file, f"it has {size} bytes, fewer than the 8 that hold the header's length")
-        (length,) = struct.unpack("<Q", start[:8])
-        if length > size - 8:
-            raise _broken(file, f"its header claims {length} bytes, the file has {size}: truncated, or no safetensors")
-        if length > HEADER_LIMIT:
-            raise UnsafeCheckpointError(
-                f"Reading {file}: its header claims {length} bytes, the limit is {HEADER_LIMIT}.",
-                remedy="Take the checkpoint from a source you trust, or split the file into shards.",
-            )
+        length = header_length(stream.read(len(LFS_POINTER)), file, size)
         stream.seek(8)
         return stream.read(length), size
 
 
 def _parse(raw: bytes, file: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            name = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise _broken(file, f"its header names '{name}' twice")
-        return found
-
     try:
-        table = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+        table = parse_object(raw, unique=True)
+        refuse_controls(table)
     except (ValueError, RecursionError) as error:
-        raise _broken(file, f"its header is not JSON ({error})") from error
-    if not isinstance(table, dict):
-        raise _broken(file, "its header is not a JSON object")
-    if re.search("[\ud800-\udfff]", "".join(cast("dict[str, Any]", table))):
-        raise _broken(file, "a name in its header is not valid Unicode")
-    return cast("dict[str, Any]", table)
+        raise _broken(file, f"its header can't be used ({error})") from error
+    return table
 
 
 def _metadata(value: object, file: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from mtp_zoo.checkpoint import INDEX_NAME, CheckpointIndex
+from mtp_zoo.errors import UnsafeCheckpointError
 from mtp_zoo.exporter import export
 from mtp_zoo.loader import load_head
 from tests.exporting import (
@@ -299,13 +300,22 @@ def test_provenance_names_the_base_and_the_hash_of_every_head_tensor(base: Path,
     }
 
 
-def test_linked_folder_is_copied_as_files(base: Path, out: Path, tmp_path: Path) -> None:
-    (tmp_path / "templates").mkdir()
-    (tmp_path / "templates" / "chat.jinja").write_text("{{ x }}")
-    os.symlink(tmp_path / "templates", base / "templates")
+def test_linked_folder_is_copied_as_files(base: Path, out: Path) -> None:
+    os.symlink("code", base / "templates")
     export(load_head(base), base, out)
-    assert (out / "templates" / "chat.jinja").read_text() == "{{ x }}"
+    assert (out / "templates" / "modeling.py").read_text() == "print()\n"
     assert not (out / "templates").is_symlink()
+
+
+def test_what_is_linked_from_outside_of_the_base_is_not_copied(base: Path, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "id_rsa").write_text("secret")
+    os.symlink(tmp_path / "keys", base / "templates")
+    os.symlink("../keys/id_rsa", base / "LICENSE")
+    with pytest.raises(UnsafeCheckpointError, match="2 of its files are links that lead out") as caught:
+        export(load_head(base), base, out)
+    assert ["LICENSE" in str(caught.value), "templates/id_rsa" in str(caught.value)] == [True, True]
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -66,7 +66,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_directory_of_that_name_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(ModelConfigError, match=r"config\.json does not exist"):
+    with pytest.raises(ModelConfigError, match=r"it is not a regular file"):
         ModelConfig.read(tmp_path)
 
 

@@ -1,0 +1,86 @@
+"""Hostile checkpoints: every public entry point ends in the typed error, writes nothing, and runs nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mtp_zoo as mz
+from mtp_zoo.cli import main
+from mtp_zoo.errors import MTPZooError
+from mtp_zoo.inspection import inspect
+from tests.hostile import CORPUS, NUMBERS, good_checkpoint
+
+ENTRY_POINTS: dict[str, Callable[[Path], object]] = {
+    "open": lambda root: mz.CheckpointIndex.open(root).verify(),
+    "load_head": mz.load_head,
+    "load_shared": mz.load_shared,
+    "export": lambda root: mz.export(mz.load_head(root), root, root.parent / "out"),
+}
+"""Every way in that reads the whole of a checkpoint, or its head."""
+
+
+def state(root: Path) -> dict[str, Any]:
+    """What a look at the directory and around it shows, without opening or following anything."""
+    found = {}
+    for folder, folders, files in os.walk(root.parent):
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            status = path.lstat()
+            found[str(path)] = (status.st_mode, status.st_mtime_ns, status.st_size, status.st_nlink)
+    return found
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_every_entry_point_refuses_it_by_type_and_touches_nothing(tmp_path: Path, name: str) -> None:
+    """https://github.com/sgl-project/sglang/issues/14754"""
+    hostile = CORPUS[name]
+    root = good_checkpoint(tmp_path / "base")
+    hostile.change(root)
+    before = state(root)
+    for entry, call in ENTRY_POINTS.items():
+        with pytest.raises(hostile.error, match=f"(?s){hostile.says}") as caught:
+            call(root)
+        str(caught.value).encode()
+        assert state(root) == before, entry
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_config_of_impossible_numbers_is_refused_before_anything_is_allocated(tmp_path: Path, name: str) -> None:
+    hostile = NUMBERS[name]
+    root = good_checkpoint(tmp_path / "base")
+    hostile.change(root)
+    for call in (mz.load_head, mz.load_shared):
+        with pytest.raises(hostile.error, match=f"(?s){hostile.says}"):
+            call(root)
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_inspect_and_its_command_tell_what_is_wrong(tmp_path: Path, name: str) -> None:
+    root = good_checkpoint(tmp_path / "base")
+    CORPUS[name].change(root)
+    before = state(root)
+    try:
+        found = inspect(root)
+    except MTPZooError as error:
+        told, code = str(error), 2
+    else:
+        told, code = "\n".join(found.problems), 1
+        assert not found.loads
+    assert re.search(CORPUS[name].says, told, re.DOTALL)
+    assert run(["inspect", str(root)]) == code
+    assert state(root) == before
+
+
+def run(arguments: list[str]) -> int:
+    """The exit code of the command, as a shell would see it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["mtp-zoo", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+    return int(left.value.code or 0)
