@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry, TensorReader
 from mtp_zoo.errors import CheckpointError, VerificationError
 from mtp_zoo.export_plan import ExportPlan
-from mtp_zoo.progress import progress
+from mtp_zoo.progress import progress_bytes
 from mtp_zoo.quant_ignore import HeadModules, quantized_by
 from mtp_zoo.quantization import quantization_settings
 from mtp_zoo.site import HeadSite
 
 
 def check_output(
-    root: Path, plan: ExportPlan, base: CheckpointIndex, site: HeadSite, depths: int, digests: Mapping[str, str]
+    root: Path,
+    plan: ExportPlan,
+    base: CheckpointIndex,
+    site: HeadSite,
+    depths: int,
+    digests: Mapping[str, str],
+    shared: Collection[str] = (),
 ) -> None:
     """Compare the checkpoint in `root` with its plan.
+
+    Args:
+        root: the directory that was written.
+        plan: what was meant.
+        base: what it was made from.
+        site: where the base's head lies.
+        depths: of the head.
+        digests: sha256 of each stored tensor of the head.
+        shared: files that have their bytes in common with the base's, which need not be read.
 
     Raises:
         VerificationError: with every difference: names, bytes of the head, bytes of the rest, declared depths, and what
@@ -34,7 +48,7 @@ def check_output(
     problems = [
         *_names(written, plan),
         *_head(written, plan, digests),
-        *_trunk(written, plan, base),
+        *_trunk(written, plan, base, shared),
         *_depths(written, site, depths),
         *_described(written, plan, site),
     ]
@@ -71,17 +85,17 @@ def _head(written: CheckpointIndex, plan: ExportPlan, digests: Mapping[str, str]
             yield f"'{tensor.name}' differs from the head's"
 
 
-def _trunk(written: CheckpointIndex, plan: ExportPlan, base: CheckpointIndex) -> Iterator[str]:
-    """Tensors of the base must be the base's; a hard link is, without reading it."""
+def _trunk(written: CheckpointIndex, plan: ExportPlan, base: CheckpointIndex, shared: Collection[str]) -> Iterator[str]:
+    """Tensors of the base must be the base's."""
     ours, theirs = TensorReader(written), TensorReader(base)
-    with progress("Comparing with the base", total=len(plan.shards)) as advance:
-        for shard in plan.shards:
-            if not os.path.samefile(written.root / shard.name, base.root / shard.source):
-                for entry in shard.entries:
-                    copied = written.entries.get(entry.name)
-                    if copied is not None and not _same(ours, copied, theirs, entry):
-                        yield f"'{entry.name}' differs from the base's"
-            advance()
+    copied = [shard for shard in plan.shards if shard.name not in shared]
+    total = sum(entry.nbytes for shard in copied for entry in shard.entries)
+    with progress_bytes("Comparing with the base", total=total) as advance:
+        for entry in (entry for shard in copied for entry in shard.entries):
+            found = written.entries.get(entry.name)
+            if found is not None and not _same(ours, found, theirs, entry):
+                yield f"'{entry.name}' differs from the base's"
+            advance(entry.nbytes)
 
 
 def _same(ours: TensorReader, copied: TensorEntry, theirs: TensorReader, entry: TensorEntry) -> bool:

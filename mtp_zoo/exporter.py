@@ -1,7 +1,7 @@
 """export: a complete, servable checkpoint out of a base and a head, for the price of the head's bytes.
 
-    base (headers) -> plan -> staging directory: links, shorter shards, the head's shard, index, config, provenance
-      -> opened again and compared with the base and with what was meant -> renamed into place
+    base (headers) -> plan (`Job`) -> staging directory: links, shorter shards, the head's shard, index, config, provenance
+      -> opened again and compared with the base and with what was meant -> renamed into place, or moved in file by file
 
 Both vLLM and SGLang use the index to choose files and then take every tensor in each of them, so a second copy of a
 head tensor could be the one that is served: the base's own head is left out of every file.
@@ -10,35 +10,40 @@ head tensor could be the one that is served: the base's own head is left out of 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mtp_zoo.checkpoint import INDEX_NAME, CheckpointIndex, TensorReader, torch_dtype
+from mtp_zoo.checkpoint import CheckpointIndex, torch_dtype
 from mtp_zoo.errors import ExportError
 from mtp_zoo.export_check import check_output
 from mtp_zoo.export_form import head_form, quantized_base
-from mtp_zoo.export_plan import PROVENANCE_NAME, ExportPlan, ShardPlan, plan_export
-from mtp_zoo.index_file import encode_index
-from mtp_zoo.keymap import native_tensors
+from mtp_zoo.export_plan import ExportPlan, plan_export
+from mtp_zoo.export_write import texts, write_files, write_texts
+from mtp_zoo.journal import owned, updating
 from mtp_zoo.loader import key_map
-from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.overlay import Overlay, refuse_existing, staging
 from mtp_zoo.parallel import is_sharded
-from mtp_zoo.progress import progress
-from mtp_zoo.provenance import provenance, refuse_unprintable
-from mtp_zoo.quantized_tensors import encoded_like
+from mtp_zoo.progress import progress_bytes
+from mtp_zoo.provenance import refuse_unprintable
 from mtp_zoo.registry import Family
 from mtp_zoo.site import HeadSite, find_site
 
 if TYPE_CHECKING:
     from mtp_zoo.head import DraftHead
+
+
+REMEDIES = {
+    errno.ENOSPC: "Free disk space, or choose another disk.",
+    errno.EDQUOT: "Free disk space of yours, or choose a disk without a quota.",
+    errno.EFBIG: "Raise the limit on the size of files (`ulimit -f`), or choose another file system.",
+    errno.EROFS: "Choose a path on a disk that can be written.",
+    errno.EACCES: "Choose a path where you may write.",
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ class ExportReport:
 
     Attributes:
         out: the new checkpoint.
-        files_linked: weight files that are hard links to the base's.
+        files_linked: weight files that are hard links to the base's; in place, those that stay as they are.
+        files_cloned: weight files that share the base's blocks until one of the two is written to (reflinks).
         files_copied: files copied whole: everything that is no weight, and weights where links are not possible.
         files_rewritten: weight files copied without the base's head.
         files_written: new files: the head's shard, the index, the provenance, and config.json where it changed.
@@ -61,6 +67,7 @@ class ExportReport:
 
     out: Path
     files_linked: int
+    files_cloned: int
     files_copied: int
     files_rewritten: int
     files_written: int
@@ -75,8 +82,9 @@ class ExportReport:
 def export(
     head: DraftHead,
     base: str | Path,
-    out: str | Path,
+    out: str | Path | None = None,
     *,
+    in_place: bool = False,
     copy: bool = False,
     dtype: torch.dtype | None = None,
     training: Mapping[str, Any] | None = None,
@@ -91,12 +99,15 @@ def export(
     `always_float` is never encoded. Where the base is quantised and the head, or a part of it, is stored as floats, the
     quantisation config and the side files that repeat it are completed, so that both engines leave those modules alone.
 
-    The base is never touched. `.git`, `.cache` and pickled weights (`pytorch_model*.bin`) stay behind.
+    The base is never touched, unless `in_place` is asked for. `.git`, `.cache` and pickled weights (`pytorch_model*.bin`) stay
+    behind.
 
     Args:
         head: from `load_head`.
         base: checkpoint directory, hub-cache tree, or id of a cached repository; whole.
         out: directory to make; must not exist.
+        in_place: write into the base's own directory instead. The new files are built and checked there before the first old
+            one moves; the old ones are kept until `rollback` brings them back or the next update in place succeeds.
         copy: copy weight files instead of hard-linking them.
         dtype: store the head as floats like this, all but what must not be rounded (`DraftHead.rounds`); None keeps, tensor
             by tensor, what the base or, where the base lacks the tensor, the checkpoint of the head stores. A head that was
@@ -109,20 +120,23 @@ def export(
         ScaleMismatchError: the base stores its head as FP8, and tensors and scales do not belong together.
         OutputExistsError: `out` exists.
         ExportError: the head is sharded (`gather_head`), does not fit the base, a number of it can't be encoded, `out` and
-            the base overlap, or writing failed.
+            the base overlap, the base lies in a hub cache and can't be updated in place, or writing failed.
         VerificationError: what was written is not what was meant.
         In each case there is no `out` afterwards, and the base is as it was.
     """
     _refuse_sharded(head)
-    return export_weights(head, head.state_dict(), base, out, copy=copy, dtype=dtype, training=training)
+    return export_weights(
+        head, head.state_dict(), base, out, in_place=in_place, copy=copy, dtype=dtype, training=training
+    )
 
 
 def export_weights(
     head: DraftHead,
     weights: Mapping[str, torch.Tensor],
     base: str | Path,
-    out: str | Path,
+    out: str | Path | None = None,
     *,
+    in_place: bool = False,
     copy: bool = False,
     dtype: torch.dtype | None = None,
     training: Mapping[str, Any] | None = None,
@@ -133,13 +147,62 @@ def export_weights(
         head: says what is exported; its tensors may be sharded or on the meta device.
         weights: canonical name -> whole tensor, asked for while the head's shard is written: names come in the order of the
             plan, and each may be asked for more than once.
-        base, out, copy, dtype, training: see `export`.
+        base, out, in_place, copy, dtype, training: see `export`.
 
     Raises:
         see `export`.
     """
-    out = _plain_path(out)
-    index = CheckpointIndex.open(base)
+    if in_place:
+        with owned(own_directory(base)):
+            return _write(
+                prepare(head, base, out, in_place=True, copy=copy, dtype=dtype, training=training), head, weights
+            )
+    return _write(prepare(head, base, out, copy=copy, dtype=dtype, training=training), head, weights)
+
+
+@dataclass(frozen=True)
+class Job:
+    """An export that nothing stands against; all is decided and nothing written.
+
+    Attributes:
+        index, site: the base, and where its head lies.
+        plan: the files.
+        out: the goal, which is the base's own root in place.
+        in_place, copy: as asked for.
+        facts: what the provenance says besides the head.
+    """
+
+    index: CheckpointIndex
+    site: HeadSite
+    plan: ExportPlan
+    out: Path
+    in_place: bool
+    copy: bool
+    facts: Mapping[str, Any]
+
+    @property
+    def gone(self) -> set[str]:
+        """Weight files of the base that have no successor of their name."""
+        return set(self.index.files).difference((shard.name for shard in self.plan.shards), {self.plan.head_file})
+
+
+def prepare(
+    head: DraftHead,
+    base: str | Path,
+    out: str | Path | None,
+    *,
+    in_place: bool = False,
+    copy: bool = False,
+    dtype: torch.dtype | None = None,
+    training: Mapping[str, Any] | None = None,
+) -> Job:
+    """Decide an export from headers; of the head, only shapes and dtypes are looked at.
+
+    Raises:
+        see `export`.
+    """
+    _refuse_unclear(out, in_place, copy)
+    index = CheckpointIndex.open(own_directory(base) if in_place else base)
     check_export(index, out, head.family, dtype=dtype)
     site = find_site(head.family, index.names, index.config)
     _refuse_misfit(head, site, index)
@@ -151,18 +214,25 @@ def export_weights(
     refuse_unprintable(facts)
     form = head_form(head, bindings, index, quantized_base(index, site, dtype), dtype)
     plan = plan_export(index, site, bindings, form)
-    written = _Written()
+    goal = index.root if out is None else _plain_path(out)
+    return Job(index, site, plan, goal, in_place, copy, facts)
+
+
+def _write(job: Job, head: DraftHead, weights: Mapping[str, torch.Tensor]) -> ExportReport:
+    plan, index = job.plan, job.index
+    place = updating(job.out, job.gone) if job.in_place else staging(job.out)
     try:
-        with staging(out) as partial:
-            overlay = Overlay(partial, link=not copy)
-            _fill(overlay, plan, weights, index, written)
-            _write_texts(overlay, plan, head, index.config, provenance(plan, head, written.digests, facts))
-            check_output(partial, plan, index, site, head.num_depths, written.digests)
+        with place as partial, progress_bytes("Writing the checkpoint", total=_bytes(plan)) as advance:
+            overlay = Overlay(partial, link=not job.copy, advance=advance)
+            written = write_files(overlay, plan, weights, index, others=not job.in_place)
+            write_texts(overlay, index.config, texts(plan, head, index.config, written.digests, job.facts))
+            check_output(partial, plan, index, job.site, head.num_depths, written.digests, overlay.shared)
     except OSError as error:
-        raise _failed(out, error) from error
+        raise _failed(job, error) from error
     return ExportReport(
-        out=out,
+        out=job.out,
         files_linked=overlay.linked,
+        files_cloned=overlay.cloned,
         files_copied=overlay.copied,
         files_rewritten=overlay.rewritten,
         files_written=overlay.written,
@@ -171,29 +241,69 @@ def export_weights(
         tensors_cast=_casts(plan, head),
         tensors_encoded=len(plan.form.quantized) - len(written.kept),
         tensors_kept=len(written.kept),
-        notices=(*plan.patch.notices, *_grafted(head, index)),
+        notices=notices(job, head),
     )
 
 
-@dataclass
-class _Written:
-    """What was written of the head: the sha256 of each tensor, and the names of those that kept the base's FP8 bytes."""
-
-    digests: dict[str, str] = field(default_factory=dict)
-    kept: set[str] = field(default_factory=set)
+def notices(job: Job, head: DraftHead) -> tuple[str, ...]:
+    """What the reader has to know before the checkpoint is served."""
+    return (*job.plan.patch.notices, *_grafted(head, job.index))
 
 
-def check_export(index: CheckpointIndex, out: str | Path, family: Family, *, dtype: torch.dtype | None = None) -> None:
+def _bytes(plan: ExportPlan) -> int:
+    """About what will be put on the disk where links are possible: all but small files."""
+    rewritten = sum(e.nbytes for shard in plan.shards if shard.action == "rewrite" for e in shard.entries)
+    return rewritten + sum(tensor.nbytes for tensor in plan.head)
+
+
+def _refuse_unclear(out: str | Path | None, in_place: bool, copy: bool) -> None:
+    if in_place != (out is None):
+        raise ExportError(
+            "Exporting: expected an output directory or in_place, got " + ("both." if in_place else "neither."),
+            remedy="Name a directory to make, or ask for an update in place.",
+        )
+    if in_place and copy:
+        raise ExportError(
+            "Exporting in place: there is nothing to copy, weight files without head tensors stay where they are.",
+            remedy="Leave copy out, or name an output directory.",
+        )
+
+
+def own_directory(base: str | Path) -> Path:
+    """The directory of a base that may be updated in place.
+
+    Raises:
+        ExportError: it is none, or it is a snapshot of a hub cache, whose files others share.
+    """
+    root = _plain_path(base)
+    if not root.is_dir() or (root / "snapshots").is_dir() or root.parent.name == "snapshots":
+        raise ExportError(
+            f"Exporting into {base} in place: expected a directory of your own, got "
+            + ("a part of a hub cache." if root.is_dir() else "what is no directory."),
+            remedy="Name an output directory; files without head tensors are linked, so it costs little.",
+        )
+    return root
+
+
+def check_export(
+    index: CheckpointIndex, out: str | Path | None, family: Family, *, dtype: torch.dtype | None = None
+) -> None:
     """Refuse what `export` would refuse whatever the head; for those who want to know before they train.
+
+    Args:
+        index: of the base.
+        out: the output; None for an update in place.
+        family: of the head.
+        dtype: see `export`.
 
     Raises:
         CheckpointError, UnsupportedQuantizationError, ScaleMismatchError, OutputExistsError, ExportError: see `export`.
     """
-    out = _plain_path(out)
     index.require_local("Exporting into")
     index.verify()
-    _refuse_overlap(out, index.root)
-    refuse_existing(out)
+    if out is not None:
+        _refuse_overlap(_plain_path(out), index.root)
+        refuse_existing(_plain_path(out))
     quantized_base(index, find_site(family, index.names, index.config), dtype)
 
 
@@ -255,24 +365,6 @@ def _grafted(head: DraftHead, index: CheckpointIndex) -> list[str]:
     ]
 
 
-def _stored_tensors(
-    plan: ExportPlan, weights: Mapping[str, torch.Tensor], index: CheckpointIndex, kept: set[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors as they are stored, in the order of the plan; `kept` gets the names of those in the base's own bytes."""
-    reader = TensorReader(index)
-    dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.head}
-    for name, native in native_tensors(plan.bindings, weights):
-        value = native.cpu()
-        base = plan.form.quantized.get(name)
-        if base is None:
-            yield name, value.to(dtypes[name])
-            continue
-        encoded = encoded_like(value, base, reader)
-        kept |= {name} if encoded.kept else set()
-        yield name, encoded.weight
-        yield base.scale.name, encoded.scale
-
-
 def _casts(plan: ExportPlan, head: DraftHead) -> int:
     weights = head.state_dict()
     stored = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.head}
@@ -280,74 +372,10 @@ def _casts(plan: ExportPlan, head: DraftHead) -> int:
     return len({move.native for move in moves if weights[move.head].dtype != stored[move.native]})
 
 
-def _fill(
-    overlay: Overlay,
-    plan: ExportPlan,
-    weights: Mapping[str, torch.Tensor],
-    index: CheckpointIndex,
-    written: _Written,
-) -> None:
-    """Everything but the small texts."""
-    reader = TensorReader(index)
-    with progress("Writing the checkpoint", total=len(plan.shards) + len(plan.others) + len(plan.head)) as advance:
-        for shard in plan.shards:
-            if shard.action == "link":
-                overlay.link(index.root / shard.source, shard.name)
-            else:
-                overlay.rewrite(shard.name, _shorter(shard, reader))
-            advance()
-        for path in plan.others:
-            overlay.copy(index.root / path, path)
-            advance()
-        stored = _stored_tensors(plan, weights, index, written.kept)
-        overlay.write(plan.head_file, _head_bytes(plan, stored, written.digests, advance))
-
-
-def _shorter(shard: ShardPlan, reader: TensorReader) -> Iterator[bytes]:
-    yield shard.header
-    for entry in shard.entries:
-        yield from reader.raw(entry)
-
-
-def _head_bytes(
-    plan: ExportPlan,
-    stored: Iterator[tuple[str, torch.Tensor]],
-    digests: dict[str, str],
-    advance: Callable[[], None],
-) -> Iterator[bytes | memoryview]:
-    yield plan.head_header
-    for name, value in stored:
-        raw = value.reshape(-1).view(torch.uint8).numpy().data
-        digests[name] = hashlib.sha256(raw).hexdigest()
-        yield raw
-        advance()
-
-
-def _write_texts(overlay: Overlay, plan: ExportPlan, head: DraftHead, config: ModelConfig, history: str) -> None:
-    declared, patch = head.family.count_field, plan.patch
-    counted = declared is None or config.count(declared) == head.num_depths
-    if counted and patch.config is None:
-        overlay.copy(config.path, "config.json")
-    else:
-        patched = config if patch.config is None else ModelConfig(patch.config, config.path)
-        whole = patched.raw if counted or declared is None else patched.with_value(declared, head.num_depths)
-        overlay.write("config.json", [_json(whole)])
-    for name, content in patch.files.items():
-        overlay.write(name, [_json(content)])
-    overlay.write(INDEX_NAME, [encode_index(plan.weight_map, {"total_size": plan.total_size}).encode()])
-    overlay.write(PROVENANCE_NAME, [history.encode()])
-
-
-def _json(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _failed(out: Path, error: OSError) -> ExportError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+def _failed(job: Job, error: OSError) -> ExportError:
     where = f" ({error.filename})" if error.filename else ""
+    left = "The checkpoint is as it was." if job.in_place else "What was written so far is removed."
     return ExportError(
-        f"Writing {out}: {error.strerror or error}{where}. What was written so far is removed.",
-        remedy="Free disk space, or choose another disk."
-        if full
-        else "Mend the named file or path, then export again.",
+        f"Writing {job.out}: {error.strerror or error}{where}. {left}",
+        remedy=REMEDIES.get(error.errno or 0, "Mend the named file or path, then export again."),
     )

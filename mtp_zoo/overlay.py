@@ -1,4 +1,4 @@
-"""Writing a directory that looks like another one: hard links where bytes are the same, new files where they are not.
+"""Writing a directory that looks like another one: links or clones where bytes are the same, new files where they are not.
 
 The directory is built under a hidden name beside its goal and renamed when it is whole. Nothing that exists is opened
 for writing, so the source can't be harmed through a link.
@@ -10,14 +10,23 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mtp_zoo.errors import ExportError, OutputExistsError
 
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
-"""Why a file system refuses a hard link although the file can be copied."""
+"""Why a file system refuses a hard link although the file can be copied; EPERM also stands for another user's file."""
+
+FICLONE = 0x40049409
+"""Linux's request for a second file with the same blocks (Btrfs, XFS): a copy that takes no space until written to."""
+
+NO_CLONE = (*NO_LINK, errno.ENOTTY, errno.EINVAL, errno.EOPNOTSUPP)
+"""Why a file system refuses a clone although the file can be copied."""
+
+CHUNK = 1 << 22
+"""Bytes that are copied at a time."""
 
 
 @contextmanager
@@ -31,12 +40,18 @@ def staging(out: Path) -> Generator[Path]:
         ExportError: another process is writing the same output.
     """
     partial = out.with_name(f".{out.name}.mtp-zoo-partial")
-    lock = _claim(partial, out)
+    made = [folder for folder in out.parents if not folder.exists()]
+    try:
+        lock = _claim(partial, out)
+    except OSError:
+        _remove_empty(made)
+        raise
     try:
         yield partial
         _publish(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        _remove_empty(made)
         raise
     finally:
         os.close(lock)
@@ -66,7 +81,18 @@ def _publish(partial: Path, out: Path) -> None:
         sync(Path(folder))
     refuse_existing(out)
     partial.rename(out)
-    sync(out.parent)
+    try:
+        sync(out.parent)
+    except OSError:
+        out.rename(partial)  # whoever is told of a failure finds no output
+        raise
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, the inner ones first, as far as nothing is in them."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def refuse_existing(out: Path) -> None:
@@ -91,34 +117,43 @@ class Overlay:
 
     Args:
         root: the staging directory.
-        link: whether weight files may be hard-linked.
+        link: whether weight files may share their bytes with their source.
+        advance: is told of the bytes that were put on the disk.
 
     Attributes:
-        linked, copied, rewritten, written: files so far: hard-linked, copied whole, copied without some tensors, new.
-        bytes_written: bytes put on the disk so far; a hard link costs none.
+        linked, cloned, copied, rewritten, written: files so far: hard-linked, copied without taking space (reflinks), copied
+            whole, copied without some tensors, new.
+        shared: names of those whose bytes on the disk are those of their source.
+        bytes_written: bytes put on the disk so far; links and clones cost none.
     """
 
-    def __init__(self, root: Path, *, link: bool) -> None:
+    def __init__(self, root: Path, *, link: bool, advance: Callable[[int], None] = lambda _: None) -> None:
         self.root = root
-        self.linked = self.copied = self.rewritten = self.written = 0
+        self.linked = self.cloned = self.copied = self.rewritten = self.written = 0
+        self.shared: set[str] = set()
         self.bytes_written = 0
         self._link = link
+        self._advance = advance
 
     def link(self, source: Path, name: str) -> None:
-        """Hard-link `source`, or copy it where links are not wanted or not possible."""
+        """Hard-link `source`; clone it where that is not possible, copy it where neither is or sharing is not wanted."""
         source, place = source.resolve(), self._place(name)
         if self._link and _try_link(source, place):
             self.linked += 1
+        elif self._link and _try_clone(source, place):
+            self.cloned += 1
         else:
             self.copy(source, name)
+            return
+        self.shared.add(name)
 
     def copy(self, source: Path, name: str) -> None:
         """Copy `source` with its mode and times; a link is copied as the file that it points to."""
+        self._write(name, pieces(source))
         place = self._place(name)
-        shutil.copy2(source, place)
+        shutil.copystat(source, place)
         sync(place)
         self.copied += 1
-        self.bytes_written += place.stat().st_size
 
     def rewrite(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write what is left of a source file."""
@@ -135,6 +170,7 @@ class Overlay:
             for piece in pieces:
                 stream.write(piece)
                 self.bytes_written += len(piece)
+                self._advance(len(piece))
             stream.flush()
             os.fsync(stream.fileno())
 
@@ -152,6 +188,28 @@ def _try_link(source: Path, place: Path) -> bool:
             return False
         raise
     return True
+
+
+def _try_clone(source: Path, place: Path) -> bool:
+    try:
+        with source.open("rb") as old, place.open("xb") as new:
+            fcntl.ioctl(new.fileno(), FICLONE, old.fileno())
+            os.fsync(new.fileno())
+    except OSError as error:
+        place.unlink(missing_ok=True)
+        if error.errno in NO_CLONE:
+            return False
+        raise
+    shutil.copystat(source, place)
+    return True
+
+
+def pieces(source: Path) -> Iterator[memoryview]:
+    """A file's bytes; each piece is overwritten by the next."""
+    buffer = memoryview(bytearray(CHUNK))
+    with source.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            yield buffer[:count]
 
 
 def files_below(root: Path, *, skip_folders: Iterable[str] = ()) -> Iterator[str]:

@@ -82,7 +82,7 @@ def test_index_that_leaves_a_tensor_out_is_caught(base: Path, out: Path, monkeyp
     def shorter(weight_map: dict[str, str], metadata: dict[str, object]) -> str:
         return encode_index({name: file for name, file in weight_map.items() if name != FC}, metadata)
 
-    monkeypatch.setattr("mtp_zoo.exporter.encode_index", shorter)
+    monkeypatch.setattr("mtp_zoo.export_write.encode_index", shorter)
     with pytest.raises(VerificationError, match="the index differs from the plan"):
         export(load_head(base), base, out)
     assert not out.exists()
