@@ -1,0 +1,3 @@
+"""The loopback hub for every test of this folder."""
+
+from tests.hub.loopback import hub as hub
