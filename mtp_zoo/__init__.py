@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mtp_zoo.exporter import ExportReport, export
     from mtp_zoo.grafting import graft
     from mtp_zoo.head import DraftHead, DraftModule
+    from mtp_zoo.journal import RollbackReport, rollback
     from mtp_zoo.keymap import KeyMap
     from mtp_zoo.loader import LoadReport, load_head
     from mtp_zoo.objective import MTPObjective, MTPOutput, step_counts
@@ -50,6 +51,7 @@ _HOME = {
     "MTPZooError": "errors",
     "PerEngine": "spec",
     "Rename": "rules",
+    "RollbackReport": "journal",
     "ShardedBatch": "context_parallel",
     "SharedTensors": "shared",
     "Skip": "rules",
@@ -69,6 +71,7 @@ _HOME = {
     "register": "registry",
     "replay": "acceptance",
     "resolve": "registry",
+    "rollback": "journal",
     "shard_head": "parallel",
     "speculate": "acceptance",
     "split": "context_parallel",
@@ -93,6 +96,7 @@ __all__ = [
     "MTPZooError",
     "PerEngine",
     "Rename",
+    "RollbackReport",
     "ShardedBatch",
     "SharedTensors",
     "Skip",
@@ -113,6 +117,7 @@ __all__ = [
     "register",
     "replay",
     "resolve",
+    "rollback",
     "shard_head",
     "speculate",
     "split",

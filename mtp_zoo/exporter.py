@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,13 @@ class ExportReport:
     tensors_encoded: int
     tensors_kept: int
     notices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        counts = {name: value for name, value in asdict(self).items() if name != "notices"}
+        lines = [
+            f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}" for name, value in counts.items()
+        ]
+        return "\n".join([*lines, *(f"notice: {notice}" for notice in self.notices)])
 
 
 def export(

@@ -316,7 +316,7 @@ def test_bytes_that_change_on_their_way_to_the_disk_are_found(
 
     config, tensors = make_fp8(DENSE, BLOCKS)
     base = write_checkpoint(tmp_path / "base", config, tensors)
-    written = exporter._write_texts
+    written = exporter.write_texts
 
     def damaged(overlay: Any, *rest: Any) -> None:
         written(overlay, *rest)
@@ -326,7 +326,7 @@ def test_bytes_that_change_on_their_way_to_the_disk_are_found(
             stream.seek(entry.start)
             stream.write(b"\x7b")
 
-    monkeypatch.setattr(exporter, "_write_texts", damaged)
+    monkeypatch.setattr(exporter, "write_texts", damaged)
     with pytest.raises(VerificationError, match=rf"'{victim}' differs from the head's"):
         reread(base, tmp_path / "out")
 
@@ -338,12 +338,12 @@ def test_a_config_that_does_not_say_what_was_meant_is_not_published(
 
     config, tensors = make_fp8(DENSE, BLOCKS)
     base = write_checkpoint(tmp_path / "base", config, tensors)
-    written = exporter._write_texts
+    written = exporter.write_texts
 
     def damaged(overlay: Any, *rest: Any) -> None:
         written(overlay, *rest)
         (overlay.root / "config.json").write_bytes((base / "config.json").read_bytes())
 
-    monkeypatch.setattr(exporter, "_write_texts", damaged)
+    monkeypatch.setattr(exporter, "write_texts", damaged)
     with pytest.raises(VerificationError, match=r"has vllm build 'mtp\.layers\.0\.self_attn\.qkv_proj' quantised"):
         mz.export(mz.load_head(base), base=base, out=tmp_path / "out", dtype=torch.bfloat16)

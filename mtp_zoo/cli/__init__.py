@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from mtp_zoo.cli import conform, demo, evaluate, export, families, graft, inspect, train
+from mtp_zoo.cli import conform, demo, evaluate, export, families, graft, inspect, rollback, train
 from mtp_zoo.errors import MTPZooError
 from mtp_zoo.version import __version__
 
@@ -27,6 +27,7 @@ app.command("inspect")(inspect.command)
 app.command("train")(train.command)
 app.command("eval")(evaluate.command)
 app.command("export")(export.command)
+app.command("rollback")(rollback.command)
 app.command("graft")(graft.command)
 app.command("conform")(conform.command)
 app.command("demo")(demo.command)

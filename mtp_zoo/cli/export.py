@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtp_zoo.cli.output import JsonOption, quiet_transformers, show
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtp_zoo.export_preview import ExportPreview
+    from mtp_zoo.exporter import ExportReport
 
 
 class Dtype(str, Enum):
@@ -19,28 +25,50 @@ class Dtype(str, Enum):
     fp32 = "fp32"
 
 
+def torch_dtype_of(dtype: Dtype | None) -> torch.dtype | None:
+    """The dtype that an option names."""
+    import torch
+
+    return {None: None, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16, Dtype.fp32: torch.float32}[dtype]
+
+
+def show_report(report: ExportReport | ExportPreview, *, as_json: bool) -> None:
+    """Print what was written, or would be."""
+    show({**dataclasses.asdict(report), "out": str(report.out)}, str(report), as_json=as_json)
+
+
 def command(
     base: Annotated[str, typer.Argument(help="Checkpoint whose trunk is served.")],
-    out: Annotated[str, typer.Argument(help="Directory to make; must not exist.")],
+    out: Annotated[str | None, typer.Argument(help="Directory to make; must not exist. None with --in-place.")] = None,
     head: Annotated[
         str | None, typer.Option(help="Checkpoint whose head to take; the base's own where left out.")
     ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the head's checkpoint.")] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Update BASE itself; `mtp-zoo rollback` takes it back.")
+    ] = False,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Store the head as floats like this; as the base stores it where left out.")
     ] = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy weight files instead of hard-linking them.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Tell which files would be linked and written, and write nothing.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write base + head as one checkpoint. Files without head tensors are hard-linked; the base is never touched."""
-    import torch
+    """Write base + head as one checkpoint. Files without head tensors are hard-linked, and the base is never touched, unless
+    --in-place asks for it."""
+    quiet_transformers()
+    chosen = torch_dtype_of(dtype)
+    if dry_run:
+        from mtp_zoo.export_preview import head_on_meta, preview_export
 
+        fitting = head_on_meta(head or base, revision=revision)
+        preview = preview_export(fitting, base, out, in_place=in_place, copy=copy, dtype=chosen)
+        show_report(preview, as_json=as_json)
+        return
     from mtp_zoo.exporter import export
     from mtp_zoo.loader import load_head
 
-    quiet_transformers()
-    dtypes = {None: None, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16, Dtype.fp32: torch.float32}
-    report = export(load_head(head or base), base=base, out=out, copy=copy, dtype=dtypes[dtype])
-    data = {**dataclasses.asdict(report), "out": str(report.out)}
-    counts = {name: value for name, value in data.items() if name != "notices"}
-    lines = [f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}" for name, value in counts.items()]
-    show(data, "\n".join([*lines, *(f"notice: {notice}" for notice in report.notices)]), as_json=as_json)
+    loaded = load_head(head or base, revision=revision)
+    show_report(export(loaded, base, out, in_place=in_place, copy=copy, dtype=chosen), as_json=as_json)
