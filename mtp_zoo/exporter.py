@@ -208,7 +208,7 @@ def prepare(
     Raises:
         see `export`.
     """
-    _refuse_unclear(out, in_place, copy)
+    refuse_unclear(out, in_place, copy)
     index = CheckpointIndex.open(own_directory(base) if in_place else base)
     check_export(index, out, head.family, dtype=dtype)
     site = find_site(head.family, index.names, index.config)
@@ -263,7 +263,8 @@ def _bytes(plan: ExportPlan) -> int:
     return rewritten + sum(tensor.nbytes for tensor in plan.head)
 
 
-def _refuse_unclear(out: str | Path | None, in_place: bool, copy: bool) -> None:
+def refuse_unclear(out: str | Path | None, in_place: bool, copy: bool) -> None:
+    """Raise ExportError where the arguments do not say one place."""
     if in_place != (out is None):
         raise ExportError(
             "Exporting: expected an output directory or in_place, got " + ("both." if in_place else "neither."),

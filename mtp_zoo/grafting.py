@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 from mtp_zoo.checkpoint import CheckpointIndex
 from mtp_zoo.errors import ExportError
-from mtp_zoo.exporter import ExportReport, check_export, export
+from mtp_zoo.export_preview import ExportPreview, head_on_meta, preview_export
+from mtp_zoo.exporter import ExportReport, check_export, export, own_directory, refuse_unclear
 from mtp_zoo.graft_check import check_graft
+from mtp_zoo.journal import owned
 from mtp_zoo.loader import load_head
 from mtp_zoo.registry import needed_by_head, resolve
 
@@ -30,16 +32,17 @@ ADAPTER = "adapter_config.json"
 def graft(
     source: str | Path,
     into: str | Path,
-    out: str | Path,
+    out: str | Path | None = None,
     *,
+    in_place: bool = False,
     copy: bool = False,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
 ) -> ExportReport:
-    """Write `into` with the head of `source` as a new checkpoint.
+    """Write `into` with the head of `source`, as a new checkpoint or in its own directory.
 
-    Nothing is written, and of `source` only headers are read, before it is known that both are of one model: trunk, tokens
-    and the head's shapes must agree. What differs and does no harm by itself is in the report's notices.
+    Nothing is written, and of `source` only headers and the tokenizer are read, before it is known that both are of one model:
+    trunk, tokens and the head's shapes must agree. What differs and does no harm by itself is in the report's notices.
 
     A tensor keeps the dtype in which `source` stores it, or takes that of the head that it replaces; FP8 becomes BF16 where
     `into` has no FP8 head of its own.
@@ -49,6 +52,7 @@ def graft(
             this machine, headers, the tokenizer and the head's bytes are read, and nothing else.
         into: checkpoint whose trunk is served; whole, and on this machine.
         out: directory to make; must not exist.
+        in_place: write into `into` itself instead; `rollback` takes it back.
         copy: copy weight files instead of hard-linking them.
         dtype: store the head as floats like this.
         revision: branch, tag or commit of `source`; its main branch where not given.
@@ -62,15 +66,53 @@ def graft(
         CheckpointError: `into` is not whole, or not on this machine.
         ExportError: see `export`; also where `into` is a LoRA adapter that is not merged.
     """
+    if in_place:
+        with owned(own_directory(into)):
+            pass  # an update that was cut short is taken back first: between its files there is no checkpoint to check
+    donor, notices = _agreed(source, into, out, in_place=in_place, copy=copy, dtype=dtype, revision=revision)
+    head = load_head(source, revision=donor.revision)
+    report = export(head, into, out, in_place=in_place, copy=copy, dtype=dtype)
+    return dataclasses.replace(report, notices=(*notices, *report.notices))
+
+
+def preview_graft(
+    source: str | Path,
+    into: str | Path,
+    out: str | Path | None = None,
+    *,
+    in_place: bool = False,
+    copy: bool = False,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> ExportPreview:
+    """What `graft` with the same arguments would do; no tensor is read, and nothing is written.
+
+    Raises:
+        see `graft`, for all that can be known from headers.
+    """
+    donor, notices = _agreed(source, into, out, in_place=in_place, copy=copy, dtype=dtype, revision=revision)
+    head = head_on_meta(source, revision=donor.revision)
+    preview = preview_export(head, into, out, in_place=in_place, copy=copy, dtype=dtype)
+    return dataclasses.replace(preview, notices=(*notices, *preview.notices))
+
+
+def _agreed(
+    source: str | Path,
+    into: str | Path,
+    out: str | Path | None,
+    *,
+    in_place: bool,
+    copy: bool,
+    dtype: torch.dtype | None,
+    revision: str | None,
+) -> tuple[CheckpointIndex, tuple[str, ...]]:
+    """The source's index, and what differs and does no harm; everything else is refused here."""
+    refuse_unclear(out, in_place, copy)
     _refuse_adapter(into)
     receiver = CheckpointIndex.open(into)
     donor = CheckpointIndex.open(source, revision=revision, need=needed_by_head)
-    family = resolve(donor.names, donor.config).family
-    check_export(receiver, out, family, dtype=dtype)
-    notices = check_graft(donor, receiver)
-    head = load_head(source, revision=donor.revision, family=family)
-    report = export(head, into, out, copy=copy, dtype=dtype)
-    return dataclasses.replace(report, notices=(*notices, *report.notices))
+    check_export(receiver, out, resolve(donor.names, donor.config).family, dtype=dtype)
+    return donor, check_graft(donor, receiver)
 
 
 def _refuse_adapter(into: str | Path) -> None:

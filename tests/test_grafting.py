@@ -13,6 +13,7 @@ from torch import Tensor
 import mtp_zoo as mz
 from mtp_zoo.checkpoint import TensorReader
 from mtp_zoo.errors import BrokenCheckpointError, ExportError, GraftMismatchError, HeadNotFoundError, OutputExistsError
+from mtp_zoo.journal import UNDO, UPDATE
 from tests.exporting import CONFIG, HEAD, ONE, TENSORS, TRUNK, TWO, same, snapshot, stored
 from tests.stored_forms import Form, make, plain_form
 from tests.tiny import tiny_config, tiny_tensors, write_checkpoint
@@ -264,6 +265,19 @@ def test_what_export_refuses_is_refused_before_a_tensor_is_read(
     (trunk / ONE).unlink()
     with pytest.raises(BrokenCheckpointError):
         mz.graft(donor, trunk, out.with_name("other"))
+
+
+def test_an_update_that_was_cut_short_is_taken_back_before_the_next_one(donor: Path, trunk: Path) -> None:
+    """Between its files there is no config.json, and so no checkpoint that could be compared with the source."""
+    mz.graft(donor, trunk, in_place=True)
+    after = stored(trunk)
+    (trunk / UNDO).rename(trunk / UPDATE)
+    (trunk / "config.json").unlink()
+    mz.graft(donor, trunk, in_place=True)
+    assert same(stored(trunk), after, after)
+    mz.rollback(trunk)
+    with pytest.raises(HeadNotFoundError):
+        mz.load_head(trunk)
 
 
 @pytest.mark.parametrize("origin", ["packed", "one_by_one"])

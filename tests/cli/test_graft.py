@@ -11,8 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import mtp_zoo as mz
 from mtp_zoo.cli import app, main
-from tests.exporting import CONFIG, HEAD, TENSORS, TRUNK, same, stored
+from mtp_zoo.errors import ExportError, GraftMismatchError
+from tests.exporting import CONFIG, HEAD, TENSORS, TRUNK, same, snapshot, stored
 from tests.tiny import tiny_config, tiny_tensors, write_checkpoint
 
 
@@ -70,3 +72,35 @@ def test_a_revision_is_that_of_the_source(donor: Path, trunk: Path, tmp_path: Pa
     donor.rename(tree / "snapshots" / commit)
     assert run(tree, trunk, tmp_path / "none", "--revision", "c" * 40).exception is not None
     assert run(tree, trunk, tmp_path / "out", "--revision", commit).exit_code == 0
+
+
+def test_a_dry_run_checks_and_writes_nothing(donor: Path, trunk: Path, tmp_path: Path) -> None:
+    before = snapshot(tmp_path)
+    result = run(donor, trunk, tmp_path / "out", "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert snapshot(tmp_path) == before
+    done = json.loads(run(donor, trunk, tmp_path / "out", "--json").stdout)
+    assert (len(told["linked"]), told["head_bytes"], told["notices"]) == (
+        done["files_linked"],
+        done["head_bytes"],
+        done["notices"],
+    )
+    config = tiny_config(num_attention_heads=4)
+    other = write_checkpoint(tmp_path / "other", config, tiny_tensors(config))
+    assert isinstance(run(donor, other, tmp_path / "new", "--dry-run").exception, GraftMismatchError)
+
+
+def test_in_place_goes_into_the_trunks_own_directory_and_back(donor: Path, trunk: Path) -> None:
+    before = stored(trunk)
+    assert run(donor, trunk, "--in-place").exit_code == 0
+    assert same(stored(trunk), TENSORS, TENSORS)
+    mz.rollback(trunk)
+    assert stored(trunk).keys() == before.keys()
+    assert same(stored(trunk), before, before)
+
+
+@pytest.mark.parametrize("rest", [[], ["out", "--in-place"]])
+def test_a_goal_that_is_unclear_is_refused_before_anything_is_read(rest: list[str], tmp_path: Path) -> None:
+    result = run(tmp_path / "nothing", tmp_path / "nothing", *rest)
+    assert isinstance(result.exception, ExportError)
