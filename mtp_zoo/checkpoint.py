@@ -19,6 +19,7 @@ from mtp_zoo.checkpoint_source import locate
 from mtp_zoo.containment import refuse_escapes
 from mtp_zoo.errors import BrokenCheckpointError, SourceNotFoundError, UnsafeCheckpointError
 from mtp_zoo.index_file import CONVERT_PICKLES, INDEX_NAME, PICKLE_SUFFIXES, read_index
+from mtp_zoo.journal import refuse_half_updated
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.safetensors_header import DTYPES, Header, TensorEntry, stored_dtype, torch_dtype
 from mtp_zoo.storage import ByteRange, Storage
@@ -85,14 +86,15 @@ class CheckpointIndex:
             HubReadError: the Hub can't be reached, or does not give what was asked for.
             UnsafeCheckpointError: only pickled weights, a listed path or a link that leads out of the directory, an
                 unbounded header.
-            BrokenCheckpointError: the index is unreadable, or no weight file is readable.
+            BrokenCheckpointError: the index is unreadable, no weight file is readable, or an update in place was cut short.
             ModelConfigError: config.json is missing or unreadable.
         """
         storage = locate(source, revision)
+        refuse_half_updated(storage.root)
         on_disk = storage.weight_files()
         index_size, weight_map = read_index(storage.root)
         if not on_disk and weight_map is None:
-            raise _no_weights(storage.root)
+            raise _no_weights(str(source), storage)
         candidates = sorted(on_disk | set((weight_map or {}).values()))
         refuse_escapes(storage.root, ["config.json", INDEX_NAME, *candidates])
         config = ModelConfig.read(storage.root)
@@ -261,15 +263,15 @@ def _needed(
     return [file for file in files if file in holding or file not in listed]
 
 
-def _no_weights(root: Path) -> SourceNotFoundError | UnsafeCheckpointError:
-    pickles = sorted(path.name for path in root.iterdir() if path.name.endswith(PICKLE_SUFFIXES))
+def _no_weights(source: str, storage: Storage) -> SourceNotFoundError | UnsafeCheckpointError:
+    pickles = sorted(name for name in storage.file_names() if name.endswith(PICKLE_SUFFIXES))
     if pickles:
         return UnsafeCheckpointError(
-            f"Opening {root}: its weights are pickled ({', '.join(pickles[:3])}); reading them would run code.",
+            f"Opening {source}: its weights are pickled ({', '.join(pickles[:3])}); reading them would run code.",
             remedy=CONVERT_PICKLES,
         )
     return SourceNotFoundError(
-        f"Opening {root}: no *.safetensors file and no {INDEX_NAME} in it.",
+        f"Opening {source}: no *.safetensors file and no {INDEX_NAME} in it.",
         remedy="Point at the directory that holds the weights, or download them (`hf download org/name`).",
     )
 

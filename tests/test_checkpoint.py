@@ -366,3 +366,12 @@ def test_link_to_nothing_is_a_missing_file(tmp_path: Path) -> None:
     assert [(fault.kind, fault.file, fault.tensors) for fault in index.faults] == [("missing_file", ONE, ())]
     with pytest.raises(BrokenCheckpointError, match="links to nothing"):
         index.check(is_head)
+
+
+def test_half_updated_directory_is_not_read(split: Path) -> None:
+    (split / ".mtp-zoo-update").mkdir()
+    assert CheckpointIndex.open(split).faults == (), "so far only new files were being made"
+    (split / ".mtp-zoo-update" / "journal.json").write_text("{}")
+    for call in (CheckpointIndex.open, load_head, load_shared):
+        with pytest.raises(BrokenCheckpointError, match=r"half old, half new(.|\n)*mtp-zoo rollback"):
+            call(split)
