@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtp_zoo.checkpoint import CheckpointIndex
+from mtp_zoo.json_text import parse_object, read_bounded
 from mtp_zoo.keymap import FLOAT_DTYPES
 from mtp_zoo.modelconfig import NESTED_KEY
 from mtp_zoo.quant_ignore import METHODS, HeadModules, Method, method_of, quantized_by
@@ -165,9 +166,8 @@ def _side_files(
     files: dict[str, Mapping[str, Any]] = {}
     notices: list[str] = []
     for path in sorted(root.glob("*.json")):
-        if path.name.startswith(ORDINARY) or path.stat().st_size > READ_LIMIT:
+        if path.name.startswith(ORDINARY) or (text := _text(path)) is None:
             continue
-        text = path.read_text(encoding="utf-8", errors="replace")
         content = _parsed(text)
         if path.name in known and content is not None:
             changed = known[path.name](content)
@@ -179,12 +179,18 @@ def _side_files(
     return files, notices
 
 
+def _text(path: Path) -> str | None:
+    try:
+        return read_bounded(path, READ_LIMIT).decode("utf-8", errors="replace")
+    except (OSError, ValueError):
+        return None
+
+
 def _parsed(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
+        return parse_object(text.encode())
     except (ValueError, RecursionError):
         return None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
 
 
 def _modelopt(content: dict[str, Any], head: HeadModules) -> dict[str, Any] | None:

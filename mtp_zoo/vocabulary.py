@@ -6,12 +6,12 @@ vocab.json, added_tokens.json   the older pair; read where there is no tokenizer
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from mtp_zoo.checkpoint import CheckpointIndex
+from mtp_zoo.json_text import parse_object, read_bounded
 
 READ_LIMIT = 1 << 28
 """Bytes of a tokenizer file up to which it is read; a vocabulary of 250,000 tokens with its merges takes about 2 ** 25."""
@@ -125,9 +125,6 @@ def _checked(ids: Mapping[Any, Any], added: Mapping[Any, Any]) -> Vocabulary | N
 def _read(index: CheckpointIndex, name: str) -> dict[str, Any] | None:
     path = index.storage.small_file(name)
     try:
-        if path is None or path.stat().st_size > READ_LIMIT:
-            return None
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return None if path is None else parse_object(read_bounded(path, READ_LIMIT))
     except (OSError, ValueError, RecursionError):
         return None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ def test_every_published_form_is_read_and_what_is_none_is_not(
     if ids and "<x>" in ids:
         assert found is not None
         assert found.added == {2}
+
+
+def test_a_pipe_in_the_place_of_a_tokenizer_is_not_waited_for(tmp_path: Path) -> None:
+    root = write_checkpoint(tmp_path, CONFIG, TENSORS)
+    os.mkfifo(root / "tokenizer.json")
+    assert read_vocabulary(CheckpointIndex.open(root)) is None
 
 
 def test_a_sentence_names_a_few_of_many() -> None:
