@@ -21,10 +21,10 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
-from tests.fuzzing import run_cases  # noqa: E402
+from tests.fuzzing import run_cases
 
 
 def main() -> int:

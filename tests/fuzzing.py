@@ -25,7 +25,6 @@ import torch
 from safetensors import safe_open
 
 import mtp_zoo as mz
-from mtp_zoo.checkpoint import INDEX_NAME
 from mtp_zoo.errors import MTPZooError
 from mtp_zoo.inspection import inspect
 from mtp_zoo.keymap import FLOAT_DTYPES, native_tensors
@@ -182,7 +181,7 @@ def run_cases(numbers: Iterable[int], *, every_export: int = 10) -> Findings:
     with os.fdopen(reader) as stream:
         lines = stream.read().splitlines()
     _, status = os.waitpid(child, 0)
-    assert status == 0 and lines, f"the child ended with status {status}; the last case it began: {lines[-1:]}"
+    assert status == 0, f"the child ended with status {status}; the last case that it began: {lines[-1:]}"
     return Findings(**json.loads(lines[-1]))
 
 
@@ -191,7 +190,10 @@ def _run_child(numbers: Iterable[int], writer: int, every_export: int) -> NoRetu
     status = 1
     try:
         with os.fdopen(writer, "w") as stream, tempfile.TemporaryDirectory() as folder:
-            stream.write(json.dumps(_run(list(numbers), Path(folder), every_export).__dict__) + "\n")
+            found = _run(
+                list(numbers), Path(folder), every_export, lambda number: print(number, file=stream, flush=True)
+            )
+            print(json.dumps(found.__dict__), file=stream)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -199,7 +201,7 @@ def _run_child(numbers: Iterable[int], writer: int, every_export: int) -> NoRetu
         os._exit(status)
 
 
-def _run(numbers: list[int], folder: Path, every_export: int) -> Findings:
+def _run(numbers: list[int], folder: Path, every_export: int, tell: Callable[[int], None]) -> Findings:
     originals = bases()
     for files in originals * WARM_UP:
         _case(files, folder, export=True)
@@ -211,6 +213,7 @@ def _run(numbers: list[int], folder: Path, every_export: int) -> Findings:
     failures: list[tuple[int, str]] = []
     slowest = 0.0
     for number in numbers:
+        tell(number)
         rng = random.Random(number)
         files = mutated(rng.choice(originals), rng)
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
