@@ -101,6 +101,7 @@ class Handler(BaseHTTPRequestHandler):
     def _hub(self, path: str) -> None:
         routes = {
             rf"/api/models/{REPO}(?:/revision/(?P<revision>.+))?": self._info,
+            rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)": self._tree,
             rf"/api/models/{REPO}/preupload/(?P<revision>[^/]+)": self._preupload,
             rf"/api/models/{REPO}/commit/(?P<revision>[^/]+)": self._commit,
             rf"/{REPO}\.git/info/lfs/objects/batch": self._lfs_batch,
@@ -139,6 +140,18 @@ class Handler(BaseHTTPRequestHandler):
             siblings.append(row if self.query.get("blobs") else {"rfilename": path})
         about = {"id": self.repo_id, "modelId": self.repo_id, "private": repo.readers is not None, "tags": []}
         return self._answer(200, {**about, "sha": commit, "siblings": siblings})
+
+    def _tree(self, repo: Repo, revision: str) -> None:
+        commit = repo.resolve(revision)
+        if commit is None:
+            return self._refuse(404, "RevisionNotFound")
+        rows: list[dict[str, Any]] = []
+        for path, blob in sorted(repo.commits[commit].items()):
+            row: dict[str, Any] = {"type": "file", "path": path, "size": len(blob.data), "oid": blob.git_id}
+            if blob.lfs:
+                row["lfs"] = {"oid": blob.sha256, "size": len(blob.data), "pointerSize": len(blob.pointer)}
+            rows.append(row)
+        return self._answer(200, rows)
 
     def _resolve(self, repo: Repo, revision: str, file: str) -> None:
         commit = repo.resolve(revision)
