@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mtp_zoo.checkpoint import CheckpointIndex
     from mtp_zoo.context_layout import pad_documents
     from mtp_zoo.context_parallel import ShardedBatch, split
+    from mtp_zoo.diagnosis.examination import doctor
+    from mtp_zoo.diagnosis.finding import Diagnosis, Finding
     from mtp_zoo.errors import MTPZooError
     from mtp_zoo.exporter import ExportReport, export
     from mtp_zoo.grafting import graft
@@ -38,10 +40,12 @@ if TYPE_CHECKING:
 _HOME = {
     "AcceptanceReport": "acceptance",
     "CheckpointIndex": "checkpoint",
+    "Diagnosis": "diagnosis.finding",
     "DraftHead": "head",
     "DraftModule": "head",
     "ExportReport": "exporter",
     "Family": "registry",
+    "Finding": "diagnosis.finding",
     "HeadSpec": "spec",
     "KeyMap": "keymap",
     "LoadReport": "loader",
@@ -60,6 +64,7 @@ _HOME = {
     "TokenBatch": "batch",
     "TrainConfig": "training.config",
     "attach": "attacher",
+    "doctor": "diagnosis.examination",
     "export": "exporter",
     "gather_head": "parallel",
     "get_family": "registry",
@@ -83,10 +88,12 @@ _HOME = {
 __all__ = [
     "AcceptanceReport",
     "CheckpointIndex",
+    "Diagnosis",
     "DraftHead",
     "DraftModule",
     "ExportReport",
     "Family",
+    "Finding",
     "HeadSpec",
     "KeyMap",
     "LoadReport",
@@ -106,6 +113,7 @@ __all__ = [
     "TrainConfig",
     "__version__",
     "attach",
+    "doctor",
     "export",
     "gather_head",
     "get_family",

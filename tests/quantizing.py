@@ -19,6 +19,7 @@ from tests.stored_forms import Form, Tensors, head_of, make, site_of
 E4M3 = torch.float8_e4m3fn
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+SCALES = ("_scale", "_scale_inv")
 FLOAT_PARTS = ("eh_proj.weight", "mtp.fc.weight", "norm.weight", "mlp.gate.weight", "shared_expert_gate.weight")
 """Ends of the names of what published FP8 heads keep as floats, beside copies of the target's matrices."""
 
@@ -79,7 +80,7 @@ STORAGES = (
 
 def quantized_names(family: str, tensors: Mapping[str, Tensor]) -> list[str]:
     """The matrices of a head that published FP8 checkpoints quantise."""
-    outside = (*COPIES, *FLOAT_PARTS, "_scale", "_scale_inv")
+    outside = (*COPIES, *FLOAT_PARTS, *SCALES)
     return [n for n in head_of(family, tensors) if tensors[n].ndim > 1 and not n.endswith(outside)]
 
 
@@ -97,7 +98,9 @@ def fp8_parts(shape: tuple[int, ...], storage: Storage, seed: int) -> tuple[Tens
 
 def ignore_list(family: str, tensors: Mapping[str, Tensor], storage: Storage) -> dict[str, Any]:
     """The quantisation config of a published checkpoint: what is float is listed, module by module."""
-    floats = [(n, tuple(t.shape)) for n, t in tensors.items() if n in set(head_of(family, tensors)) and t.dtype != E4M3]
+    inside = set(head_of(family, tensors))
+    stored = {name: value for name, value in tensors.items() if name in inside and not name.endswith(SCALES)}
+    floats = [(name, tuple(value.shape)) for name, value in stored.items() if value.dtype != E4M3]
     names = list(HeadModules.of(site_of(family), floats, whole=False).names)
     key = "ignore" if storage.settings["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
     return {**storage.settings, key: ["lm_head", *names]}

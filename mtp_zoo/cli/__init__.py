@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from mtp_zoo.cli import conform, demo, evaluate, export, families, graft, inspect, rollback, train
+from mtp_zoo.cli import conform, demo, doctor, evaluate, export, families, graft, inspect, rollback, train
 from mtp_zoo.errors import MTPZooError
 from mtp_zoo.version import __version__
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("list")(families.command)
 app.command("inspect")(inspect.command)
+app.command("doctor")(doctor.command)
 app.command("train")(train.command)
 app.command("eval")(evaluate.command)
 app.command("export")(export.command)
