@@ -5,8 +5,8 @@
     .mtp-zoo-update/old/          the replaced files, moved here
     .mtp-zoo-undo/                the same folder once the update is complete: the way back
 
-`config.json` and the index leave first and come last, so no reader takes what lies in between for a checkpoint. Files are
-only ever renamed: what other directories share through hard links is not touched.
+`config.json` leaves first and comes last, the index next to it, so no reader takes what lies in between for a checkpoint.
+Files are only ever renamed: what other directories share through hard links is not touched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mtp_zoo.overlay import files_below, pieces, sync
 
 UPDATE, UNDO = ".mtp-zoo-update", ".mtp-zoo-undo"
 JOURNAL = "journal.json"
-GUARDS = ("config.json", INDEX_NAME)
+GUARDS = (INDEX_NAME, "config.json")
 """Files without which nothing reads a directory as a checkpoint."""
 
 
@@ -160,7 +160,11 @@ def _commit(root: Path, gone: Collection[str]) -> None:
     shutil.rmtree(new)
     _forget(root / UNDO)
     update.rename(root / UNDO)
-    sync(root)
+    try:
+        sync(root)
+    except OSError:
+        (root / UNDO).rename(update)  # an update that may be lost is taken back
+        raise
 
 
 def _take_back(root: Path) -> RollbackReport:
@@ -228,7 +232,7 @@ def _read_journal(folder: Path) -> dict[str, Any]:
 def _unreadable(folder: Path) -> RollbackError:
     return RollbackError(
         f"Reading {folder / JOURNAL}: it is not what an update in place writes.",
-        remedy=f"Move the files in {folder / 'old'} back by hand, config.json and the index last.",
+        remedy=f"Move the files in {folder / 'old'} back by hand, the index and config.json last.",
     )
 
 
@@ -248,7 +252,7 @@ def _same(new: Path, old: Path) -> bool:
 
 
 def _guards_last(names: Iterable[str]) -> list[str]:
-    """Other names as they come, then config.json, then the index."""
+    """Other names as they come, then the index, then config.json."""
     names = list(names)
     return [name for name in names if name not in GUARDS] + [name for name in GUARDS if name in names]
 
