@@ -1,7 +1,6 @@
 """Kills and failing system calls at boundaries spread over an export, an update in place, and a rollback.
 
-https://github.com/unslothai/unsloth/pull/11042 and others lost heads to half-written checkpoints. Every boundary is tried by
-`scripts/export_faults.py`.
+`scripts/export_faults.py` tries every boundary.
 """
 
 from __future__ import annotations
