@@ -181,13 +181,17 @@ class CheckpointIndex:
         if problems:
             raise _broken(f"Checking {self.source}: {len(problems)} faults touch the tensors asked for.", problems)
 
-    def verify(self) -> None:
+    def verify(self, *, besides: Callable[[str], bool] = lambda _: False) -> None:
         """Refuse a checkpoint that is not whole.
+
+        Args:
+            besides: tensors that will be replaced; a fault that touches no other is none.
 
         Raises:
             BrokenCheckpointError: with every fatal fault.
         """
-        problems = [fault for fault in self.faults if fault.fatal]
+        known = [fault for fault in self.faults if fault.fatal]
+        problems = [fault for fault in known if not fault.tensors or not all(map(besides, fault.tensors))]
         if problems:
             raise _broken(f"Checking the whole of {self.source}: {len(problems)} faults.", problems)
 

@@ -116,7 +116,8 @@ def old_head(index: CheckpointIndex, site: HeadSite, new: set[str]) -> frozenset
 
 
 def _shards(index: CheckpointIndex, old: frozenset[str]) -> Iterable[ShardPlan]:
-    for file in index.files:
+    unreadable = {fault.file for fault in index.faults if fault.kind == "corrupt_file"}  # all of the old head: see verify
+    for file in (file for file in index.files if file not in unreadable):
         header = read_header(index.root, file)
         kept = tuple(entry for entry in header.entries if entry.name not in old)
         name = _unambiguous(file, index.files)

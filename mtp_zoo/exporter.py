@@ -31,7 +31,7 @@ from mtp_zoo.parallel import is_sharded
 from mtp_zoo.progress import progress_bytes
 from mtp_zoo.provenance import refuse_unprintable
 from mtp_zoo.registry import Family
-from mtp_zoo.site import HeadSite, find_site
+from mtp_zoo.site import HeadSite, find_site, likely_site
 
 if TYPE_CHECKING:
     from mtp_zoo.head import DraftHead
@@ -308,7 +308,8 @@ def check_export(
         CheckpointError, UnsupportedQuantizationError, ScaleMismatchError, OutputExistsError, ExportError: see `export`.
     """
     index.require_local("Exporting into")
-    index.verify()
+    site = likely_site(family, index.names, index.config)
+    index.verify(besides=site.in_scope)
     if out is not None:
         _refuse_overlap(_plain_path(out), index.root)
         refuse_existing(_plain_path(out))

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import mtp_zoo as mz
-from mtp_zoo.checkpoint import TensorReader
+from mtp_zoo.checkpoint import CheckpointIndex, TensorReader
 from mtp_zoo.errors import BrokenCheckpointError, ExportError, GraftMismatchError, HeadNotFoundError, OutputExistsError
 from mtp_zoo.journal import UNDO, UPDATE
 from tests.exporting import CONFIG, HEAD, ONE, TENSORS, TRUNK, TWO, same, snapshot, stored
 from tests.stored_forms import Form, make, plain_form
-from tests.tiny import tiny_config, tiny_tensors, write_checkpoint
+from tests.tiny import tiny_config, tiny_tensors, write_checkpoint, write_index
 
 TOKENS: dict[str, Any] = {
     "model": {"type": "BPE", "vocab": {f"t{number}": number for number in range(120)}},
@@ -265,6 +266,52 @@ def test_what_export_refuses_is_refused_before_a_tensor_is_read(
     (trunk / ONE).unlink()
     with pytest.raises(BrokenCheckpointError):
         mz.graft(donor, trunk, out.with_name("other"))
+
+
+LOST = "model-00003-of-00003.safetensors"
+
+
+def lose(what: str, root: Path) -> None:
+    """Let a head get lost, all of it in one file of its own."""
+    if what == "file":
+        (root / LOST).unlink()
+    elif what == "bytes":
+        (root / LOST).write_bytes((root / LOST).read_bytes()[:100])
+    elif what == "content":
+        save_file({"mtp.norm.weight": TENSORS["mtp.norm.weight"]}, root / LOST)
+    elif what == "place":
+        write_index(root, {name: ONE if name in TRUNK[:10] or name in HEAD else TWO for name in TENSORS})
+    else:
+        save_file({name: TENSORS[name] + 1 for name in HEAD}, root / "zz.safetensors")
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["beside", "in place"])
+@pytest.mark.parametrize("what", ["file", "bytes", "content", "place", "copy"])
+def test_a_checkpoint_that_is_whole_but_for_its_head_gets_one(
+    what: str, in_place: bool, donor: Path, tmp_path: Path
+) -> None:
+    """https://github.com/huggingface/huggingface_hub/pull/4728: an index that lists a head which its shard does not hold."""
+    layout = {ONE: TRUNK[:10], TWO: TRUNK[10:], LOST: HEAD}
+    trunk = write_tokens(write_checkpoint(tmp_path / "trunk", CONFIG, TENSORS, shards=layout))
+    lose(what, trunk)
+    with pytest.raises(BrokenCheckpointError):
+        mz.load_head(trunk)
+    mz.graft(donor, trunk, None if in_place else tmp_path / "out", in_place=in_place)
+    out = trunk if in_place else tmp_path / "out"
+    assert same(stored(out), TENSORS, TENSORS)
+    assert CheckpointIndex.open(out).faults == ()
+
+
+@pytest.mark.parametrize("what", ["file", "bytes"])
+def test_one_tensor_of_the_trunk_beside_a_lost_head_is_one_too_many(
+    what: str, donor: Path, tmp_path: Path, out: Path
+) -> None:
+    """https://github.com/sgl-project/sglang/pull/32279"""
+    layout = {ONE: TRUNK[:10], TWO: TRUNK[10:-1], LOST: [*HEAD, TRUNK[-1]]}
+    trunk = write_tokens(write_checkpoint(tmp_path / "trunk", CONFIG, TENSORS, shards=layout))
+    lose(what, trunk)
+    with pytest.raises(BrokenCheckpointError, match=LOST):
+        mz.graft(donor, trunk, out)
 
 
 def test_an_update_that_was_cut_short_is_taken_back_before_the_next_one(donor: Path, trunk: Path) -> None:
