@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 
 from mtp_zoo.attach_state import HEAD, bindings_of, split_state
+from mtp_zoo.card import write_card
 from mtp_zoo.checkpoint import INDEX_NAME, stored_dtype
 from mtp_zoo.errors import AttachError
-from mtp_zoo.export_plan import HEAD_FILES, PROVENANCE_NAME
+from mtp_zoo.export_plan import CARD_NAME, HEAD_FILES, PROVENANCE_NAME
 from mtp_zoo.exporter import export
 from mtp_zoo.head import DraftHead
 from mtp_zoo.loader import Origin
 from mtp_zoo.modelconfig import ModelConfig
+from mtp_zoo.provenance import encode_record
 
 STAGING = ".mtp-zoo-saving"
 """Folder, inside the one that is saved to, in which a checkpoint is built; a save that was killed may leave it behind."""
@@ -75,6 +77,7 @@ class JointSaving:
         try:
             plain(stage / "trunk", state_dict=trunk, **options)
             whole = _with_head(stage, head, tensors, self)
+            _name_the_base(whole, goal, self.config._name_or_path)
             _publish(whole, goal)
         finally:
             shutil.rmtree(stage, ignore_errors=True)
@@ -96,7 +99,6 @@ def _with_head(stage: Path, head: DraftHead, tensors: Mapping[str, Tensor], mode
     stored = head_of_tensors(head, tensors or head.state_dict(), ModelConfig.read(base))
     training = {"mode": model.mtp.mode, "mtp_lambda": model.mtp.mtp_lambda, "depths": model.mtp.objective.depths}
     export(stored, base, out, dtype=_float_dtype(stored), training=training)
-    _name_the_base(out / PROVENANCE_NAME, model.config._name_or_path)
     return out
 
 
@@ -114,11 +116,13 @@ def _float_dtype(head: DraftHead) -> torch.dtype:
     return next(value.dtype for name, value in head.state_dict().items() if head.rounds(name))
 
 
-def _name_the_base(path: Path, source: str) -> None:
-    """Let the provenance name what the model was loaded from, in place of a folder that will be gone."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    content["base"] = {"source": source or None, "path": None, "revision": None}
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _name_the_base(whole: Path, goal: Path, source: str) -> None:
+    """Let provenance and card name what the model was loaded from, in place of a folder that will be gone; a card that is
+    at the goal already keeps the rest of its text."""
+    record = json.loads((whole / PROVENANCE_NAME).read_text(encoding="utf-8"))
+    record["base"] = {"source": source or None, "path": None, "revision": None}
+    (whole / PROVENANCE_NAME).write_text(encode_record(record), encoding="utf-8")
+    (whole / CARD_NAME).write_bytes(write_card(goal / CARD_NAME, record))
 
 
 def _publish(whole: Path, goal: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from mtp_zoo.safetensors_header import Header, encode_header, read_header
 from mtp_zoo.site import HeadSite
 
 PROVENANCE_NAME = "mtp_zoo.json"
+CARD_NAME = "README.md"
 SINGLE_FILE = "model.safetensors"
 HEAD_FILES = tuple(f"{stem}_mtp_head.safetensors" for stem in ("model", "z", "zz", "zzzz"))
 PICKLED_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -39,6 +41,7 @@ class ShardPlan:
         action: `link` (as it is) or `rewrite` (without the old head).
         entries: the base's tensors that it keeps, in the order of their bytes.
         header: the header that a rewritten file gets.
+        header_sha256: of the header that the file has in the output.
     """
 
     source: str
@@ -46,6 +49,7 @@ class ShardPlan:
     action: Literal["link", "rewrite"]
     entries: tuple[TensorEntry, ...]
     header: bytes
+    header_sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +126,10 @@ def _shards(index: CheckpointIndex, old: frozenset[str]) -> Iterable[ShardPlan]:
         kept = tuple(entry for entry in header.entries if entry.name not in old)
         name = _unambiguous(file, index.files)
         if len(kept) == len(header.entries):
-            yield ShardPlan(file, name, "link", kept, b"")
+            yield ShardPlan(file, name, "link", kept, b"", header.sha256)
         elif kept:
-            yield ShardPlan(file, name, "rewrite", kept, _shorter(header, kept))
+            shorter = _shorter(header, kept)
+            yield ShardPlan(file, name, "rewrite", kept, shorter, hashlib.sha256(shorter).hexdigest())
 
 
 def _shorter(header: Header, kept: Iterable[TensorEntry]) -> bytes:
@@ -149,7 +154,7 @@ def _is_listed(index: CheckpointIndex, file: str) -> bool:
 
 
 def _others(index: CheckpointIndex) -> list[str]:
-    ours = {*index.files, INDEX_NAME, PROVENANCE_NAME, "config.json"}
+    ours = {*index.files, INDEX_NAME, PROVENANCE_NAME, CARD_NAME, "config.json"}
     below = files_below(index.root, skip_folders=NO_MODEL_FOLDERS)
     others = [path for path in below if path not in ours and not any(fnmatch(path, p) for p in PICKLED_WEIGHTS)]
     refuse_escapes(index.root, others)

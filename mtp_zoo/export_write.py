@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mtp_zoo.card import write_card
 from mtp_zoo.checkpoint import INDEX_NAME, CheckpointIndex, TensorReader, torch_dtype
-from mtp_zoo.export_plan import PROVENANCE_NAME, ExportPlan, ShardPlan
+from mtp_zoo.export_plan import CARD_NAME, PROVENANCE_NAME, ExportPlan, ShardPlan
 from mtp_zoo.index_file import encode_index
 from mtp_zoo.keymap import native_tensors
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.overlay import Overlay
-from mtp_zoo.provenance import provenance
+from mtp_zoo.provenance import encode_record, provenance
 from mtp_zoo.quantized_tensors import encoded_like
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ def texts(
             patched.raw if counted or declared is None else patched.with_value(declared, head.num_depths)
         )
     made[INDEX_NAME] = encode_index(plan.weight_map, {"total_size": plan.total_size}).encode()
-    made[PROVENANCE_NAME] = provenance(plan, head, digests, facts).encode()
+    record = provenance(plan, head, digests, facts)
+    made[PROVENANCE_NAME] = encode_record(record).encode()
+    made[CARD_NAME] = write_card(config.path.parent / CARD_NAME, record)
     return made
 
 

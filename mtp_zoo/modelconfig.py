@@ -26,6 +26,8 @@ LARGEST = {"experts": 1 << 14, "layers": 1 << 14}
 """Largest of those that a head is built for, by the end of their names; the largest published ones are a tenth of it."""
 
 LARGEST_SIZE = 1 << 24
+NEVER_ZERO = ("hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+"""Other sizes may be 0: configs say so of parts that a model does not have."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,9 @@ class ModelConfig:
         ends = ((field, SIZES.search(field)) for field in self.text)
         limits = {field: LARGEST.get(end[1], LARGEST_SIZE) for field, end in ends if end and "window" not in field}
         wrong = [
-            f"'{field}': expected 0 to {limit}, got {str(value)[:40]}"
+            f"'{field}': expected {int(field in NEVER_ZERO)} to {limit}, got {str(value)[:40]}"
             for field, limit in limits.items()
-            if type(value := self.text[field]) is int and not 0 <= value <= limit
+            if type(value := self.text[field]) is int and not int(field in NEVER_ZERO) <= value <= limit
         ]
         if wrong:
             raise ModelConfigError(

@@ -7,6 +7,7 @@ JSON maps each name to `{"dtype", "shape", "data_offsets": [start, end]}`, offse
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import math
 import stat
@@ -122,11 +123,13 @@ class Header:
         entries: in the order of their bytes.
         metadata: the file's `__metadata__`, or an empty mapping.
         nbytes: bytes in front of the tensors, the length field included.
+        sha256: of these bytes, in hexadecimal: where it is the same, so are names, dtypes, shapes and the file's size.
     """
 
     entries: tuple[TensorEntry, ...]
     metadata: Mapping[str, str]
     nbytes: int
+    sha256: str
 
 
 @contextmanager
@@ -191,7 +194,7 @@ def decode_header(raw: bytes, file: str, size: int) -> Header:
     base = 8 + len(raw)
     entries = sorted((_entry(name, row, file, base) for name, row in table.items()), key=lambda e: (e.start, e.end))
     _check_layout(entries, file, base, size)
-    return Header(tuple(entries), metadata, base)
+    return Header(tuple(entries), metadata, base, _digest(raw))
 
 
 def encode_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
@@ -219,6 +222,10 @@ def _header_bytes(path: Path, file: str) -> tuple[bytes, int]:
         length = header_length(stream.read(len(LFS_POINTER)), file, size)
         stream.seek(8)
         return stream.read(length), size
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.sha256(struct.pack("<Q", len(raw)) + raw).hexdigest()
 
 
 def _parse(raw: bytes, file: str) -> dict[str, Any]:

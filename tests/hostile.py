@@ -266,6 +266,7 @@ NUMBERS = {
         ("num_attention_heads", 10**9, ""),
         ("num_experts", 10**6, ""),
         ("hidden_size", -64, ""),
+        ("hidden_size", 0, ""),
         ("hidden_size", "64", ""),
         ("hidden_size", math.nan, ""),
         ("rms_norm_eps", "tiny", ""),

@@ -42,7 +42,7 @@ def test_files_are_told_apart_without_reading_a_tensor_or_writing(base: Path, tm
     seen = preview_export(head_on_meta(base), base, tmp_path / "out")
     assert (seen.linked, seen.rewritten, seen.left_out) == ((ONE,), (TWO,), (THREE,))
     assert seen.copied == ("tokenizer.json", "code/modeling.py", "config.json")
-    assert seen.written == (LAST, "model.safetensors.index.json", "mtp_zoo.json")
+    assert seen.written == (LAST, "model.safetensors.index.json", "mtp_zoo.json", "README.md")
     assert seen.bytes_linked == (base / ONE).stat().st_size
     assert snapshot(tmp_path) == before
     lines = str(seen).splitlines()

@@ -78,7 +78,7 @@ def test_several_depths_with_one_fusion_come_out_as_they_went_in(tmp_path: Path,
 def test_clean_shard_is_linked_mixed_shard_is_rewritten_head_shard_is_dropped(base: Path, out: Path) -> None:
     report = export(train(load_head(base)), base, out)
     assert sorted(path.name for path in out.iterdir()) == sorted(
-        [ONE, TWO, LAST, INDEX_NAME, "config.json", "mtp_zoo.json", "tokenizer.json", "code"]
+        [ONE, TWO, LAST, INDEX_NAME, "config.json", "mtp_zoo.json", "README.md", "tokenizer.json", "code"]
     )
     assert os.path.samefile(out / ONE, base / ONE)
     assert not os.path.samefile(out / TWO, base / TWO)
@@ -86,7 +86,7 @@ def test_clean_shard_is_linked_mixed_shard_is_rewritten_head_shard_is_dropped(ba
         assert rewritten.metadata() == original.metadata()
         kept = [name for name in original.offset_keys() if not name.startswith("mtp.")]
         assert list(rewritten.offset_keys()) == kept
-    assert (report.files_linked, report.files_rewritten, report.files_written) == (1, 1, 3)
+    assert (report.files_linked, report.files_rewritten, report.files_written) == (1, 1, 4)
     assert report.files_copied == 3, "config.json, tokenizer.json, code/modeling.py"
 
 
