@@ -79,7 +79,7 @@ class Patience:
         self._failures += 1
         asked = error.wait if isinstance(error, TryAgain) else None
         if self._failures >= self._tries or (asked or 0.0) > LONGEST_ASKED_WAIT:
-            after = f", the {self._failures}th failure in a row" if self._failures > 1 else ""
+            after = f", {self._failures} failures in a row" if self._failures > 1 else ""
             raise HubReadError(f"{self._act}: {_reason(error)}{after}.", remedy=RETRY) from error
         own = min(FIRST_WAIT * 2 ** (self._failures - 1), LONGEST_WAIT)
         self._stop.wait(own if asked is None else asked)

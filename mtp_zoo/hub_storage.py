@@ -32,6 +32,9 @@ FIRST_BYTES = 1 << 16
 TRIES_WITH_CACHE = 2
 """Failures in a row after which a snapshot in the cache is taken instead of the Hub's answer."""
 
+TRIES_OF_DOWNLOAD = 3
+"""huggingface_hub's download has patience of its own."""
+
 
 def open_repository(repo_id: str, revision: str | None) -> Storage:
     """The files of one commit: on this machine if the cache holds all weights, else on the Hub.
@@ -171,6 +174,7 @@ class HubStorage:
                 f"Reading {file} of '{repo_id}'",
                 lambda revision=revision: hf_hub_download(repo_id, file, revision=revision, tqdm_class=_NoBar),
                 source=repo_id,
+                tries=TRIES_OF_DOWNLOAD,
             )
         self._small_bytes += 0 if there else self._listing.files[file].size
 

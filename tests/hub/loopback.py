@@ -178,6 +178,15 @@ class LoopbackHub:
         """
         self._faults.append(Fault(where, what, times, skip, options))
 
+    @property
+    def pending(self) -> int:
+        """How many requests are still to fail."""
+        return sum(fault.times for fault in self._faults)
+
+    def heal(self) -> None:
+        """Let nothing fail any more."""
+        self._faults.clear()
+
     def fault_of(self, request: Request, kinds: set[str]) -> Fault | None:
         """The fault of one of these kinds that hits this request; it is used up by that."""
         with self.lock:
