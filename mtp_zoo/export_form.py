@@ -134,6 +134,9 @@ def _tensors(
                     yield HeadTensor(entry.name, entry.dtype, entry.shape, entry.nbytes)
                 continue
             own = index.entries.get(name)
-            found = own.dtype if own and own.dtype in FLOAT_DTYPES else head.origin.dtypes[part]
+            brought = head.origin.dtypes[part]
+            found = own.dtype if own and own.dtype in FLOAT_DTYPES else brought
             stored = stored_dtype(dtype) if dtype and head.rounds(part) else found
+            if not head.rounds(part):  # a base that holds a router's bias rounded gets it whole again
+                stored = stored_dtype(torch.promote_types(torch_dtype(stored), torch_dtype(brought)))
             yield HeadTensor(name, stored, shape, torch_dtype(stored).itemsize * torch.Size(shape).numel())

@@ -268,6 +268,18 @@ def test_what_export_refuses_is_refused_before_a_tensor_is_read(
         mz.graft(donor, trunk, out.with_name("other"))
 
 
+def test_a_routers_bias_that_was_rounded_comes_back_whole(tmp_path: Path, out: Path) -> None:
+    """https://github.com/ISEEKYAN/Megatron-LM/pull/81: an export had cast it, which is no dtype to keep."""
+    config, tensors = make(plain_form("glm4_moe"))
+    bias = "model.layers.2.mlp.gate.e_score_correction_bias"
+    assert tensors[bias].dtype == torch.float32
+    tensors[bias] = tensors[bias] + 2.0**-14
+    assert not torch.equal(tensors[bias].bfloat16().float(), tensors[bias])
+    donor = write_checkpoint(tmp_path / "donor", config, tensors)
+    mz.graft(donor, write_checkpoint(tmp_path / "cast", config, {**tensors, bias: tensors[bias].bfloat16()}), out)
+    assert same(stored(out), tensors, tensors)
+
+
 LOST = "model-00003-of-00003.safetensors"
 
 
