@@ -52,6 +52,7 @@ class CheckpointIndex:
         config: its config.json.
         entries: every readable tensor, where it really is, by file and offset. Of a tensor that is in two files, the
             one that the index names.
+        headers: of the files that could be read.
         faults: what is wrong, fatal or not; see `require`, `check` and `verify`.
         files: weight files on disk, readable or not, sorted: those at the top of the directory and those listed.
         weight_map: tensor name -> file, as the index file says; empty where there is none.
@@ -64,6 +65,7 @@ class CheckpointIndex:
     storage: Storage
     config: ModelConfig
     entries: Mapping[str, TensorEntry]
+    headers: Mapping[str, Header]
     faults: tuple[Fault, ...]
     files: tuple[str, ...]
     weight_map: Mapping[str, str]
@@ -110,6 +112,7 @@ class CheckpointIndex:
             storage=storage,
             config=config,
             entries=_entries(headers, weight_map or {}),
+            headers=headers,
             faults=faults,
             files=files,
             weight_map=weight_map or {},

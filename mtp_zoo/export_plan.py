@@ -19,7 +19,7 @@ from mtp_zoo.keymap import Binding
 from mtp_zoo.overlay import files_below
 from mtp_zoo.quant_ignore import HeadModules
 from mtp_zoo.quant_patch import QuantPatch, plan_patch
-from mtp_zoo.safetensors_header import Header, encode_header, read_header
+from mtp_zoo.safetensors_header import Header, encode_header
 from mtp_zoo.site import HeadSite
 
 PROVENANCE_NAME = "mtp_zoo.json"
@@ -120,9 +120,7 @@ def old_head(index: CheckpointIndex, site: HeadSite, new: set[str]) -> frozenset
 
 
 def _shards(index: CheckpointIndex, old: frozenset[str]) -> Iterable[ShardPlan]:
-    unreadable = {fault.file for fault in index.faults if fault.kind == "corrupt_file"}  # all of the old head: see verify
-    for file in (file for file in index.files if file not in unreadable):
-        header = read_header(index.root, file)
+    for file, header in sorted(index.headers.items()):  # what can't be read is all of the old head: see verify
         kept = tuple(entry for entry in header.entries if entry.name not in old)
         name = _unambiguous(file, index.files)
         if len(kept) == len(header.entries):
