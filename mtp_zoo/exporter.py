@@ -27,10 +27,10 @@ from mtp_zoo.export_write import texts, write_files, write_texts
 from mtp_zoo.journal import owned, updating
 from mtp_zoo.loader import key_map
 from mtp_zoo.overlay import Overlay, refuse_existing, staging
-from mtp_zoo.parallel import is_sharded
 from mtp_zoo.progress import progress_bytes
 from mtp_zoo.provenance import refuse_unprintable
 from mtp_zoo.registry import Family
+from mtp_zoo.sharded_export import on_first_rank
 from mtp_zoo.site import HeadSite, find_site, likely_site
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def export(
     behind.
 
     Args:
-        head: from `load_head`.
+        head: from `load_head`. One that is sharded over ranks is exported by all of them together; the first one writes, and
+            holds one whole tensor at a time.
         base: checkpoint directory, hub-cache tree, or id of a cached repository; whole.
         out: directory to make; must not exist.
         in_place: write into the base's own directory instead. The new files are built and checked there before the first old
@@ -126,15 +127,17 @@ def export(
         UnsupportedQuantizationError: the base stores its head quantised, not as FP8, and no `dtype` is given.
         ScaleMismatchError: the base stores its head as FP8, and tensors and scales do not belong together.
         OutputExistsError: `out` exists.
-        ExportError: the head is sharded (`gather_head`), does not fit the base, a number of it can't be encoded, `out` and
-            the base overlap, the base lies in a hub cache and can't be updated in place, or writing failed.
+        ExportError: the head does not fit the base, a number of it can't be encoded, `out` and the base overlap, the base
+            lies in a hub cache and can't be updated in place, or writing failed.
+        ParallelError: the head is sharded in other ways than `shard_head` does, or a rank ended.
         VerificationError: what was written is not what was meant.
         In each case there is no `out` afterwards, and the base is as it was.
     """
-    _refuse_sharded(head)
-    return export_weights(
-        head, head.state_dict(), base, out, in_place=in_place, copy=copy, dtype=dtype, training=training
-    )
+
+    def write(weights: Mapping[str, torch.Tensor]) -> ExportReport:
+        return export_weights(head, weights, base, out, in_place=in_place, copy=copy, dtype=dtype, training=training)
+
+    return on_first_rank(head, f"Exporting the {head.family.name} head", write)
 
 
 def export_weights(
@@ -327,15 +330,6 @@ def _refuse_overlap(out: Path, root: Path) -> None:
         raise ExportError(
             f"Writing {out}: it and the base {root} are the same place, or one lies inside the other.",
             remedy="Choose a path beside the base.",
-        )
-
-
-def _refuse_sharded(head: DraftHead) -> None:
-    sharded = [name for name, value in head.weights().items() if is_sharded(value)]
-    if sharded:
-        raise ExportError(
-            f"Exporting the {head.family.name} head: {len(sharded)} tensors are sharded over ranks, '{sharded[0]}' first.",
-            remedy="Call mtp_zoo.gather_head(head) on all ranks, and export what rank 0 gets.",
         )
 
 

@@ -1,7 +1,7 @@
 """load_head: plan from headers, read the planned bytes, fill every tensor or fail.
 
     index (headers) -> resolve the family -> module on the meta device -> key map plan (all problems at once)
-      -> allocate each head tensor once -> read each native tensor straight into its place
+      -> allocate each head tensor once, or this rank's rows of it -> read what fills them, straight into its place
 
 Nothing is read before the plan is whole, nothing in the head keeps an initial value unless that was asked for by name.
 """
@@ -12,27 +12,31 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
-from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry, TensorReader, stored_dtype, torch_dtype
+from mtp_zoo.checkpoint import CheckpointIndex, TensorReader, stored_dtype, torch_dtype
 from mtp_zoo.copies import Comparison, compare_copies
 from mtp_zoo.errors import HeadCountError, SettingsError
 from mtp_zoo.groups import GROUPS, Group
 from mtp_zoo.head import DraftHead
-from mtp_zoo.keymap import FLOAT_DTYPES, Binding, KeyMap, LoadPlan, Move
+from mtp_zoo.head_parts import Stored, entries_of, plan_reads, run_read
+from mtp_zoo.keymap import FLOAT_DTYPES, Binding, KeyMap, LoadPlan
+from mtp_zoo.parallel import own_rows, own_values, shard_head
 from mtp_zoo.progress import progress
 from mtp_zoo.quant_ignore import HeadModules, quantized_by
-from mtp_zoo.quantization import Paired, QuantizedTensor, pair, quantization_settings
-from mtp_zoo.quantized_tensors import read_decoded
+from mtp_zoo.quantization import Paired, pair, quantization_settings
+from mtp_zoo.rank_line import line_of
 from mtp_zoo.registry import Family, Resolution, get_family, needed_by_head, resolve, resolve_family
 from mtp_zoo.site import HeadSite, find_site
 from mtp_zoo.spec import Engine
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 Init: TypeAlias = Literal["checkpoint", "random"]
-Stored: TypeAlias = TensorEntry | QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class LoadReport:
         copies: of those that repeat a tensor of the target, whether they equal it.
         initialised: head tensors that hold random values because that was asked for.
         notices: contradictions in the checkpoint that did not stop the load.
-        bytes_read: bytes of headers and tensors that were read.
+        bytes_read: bytes of headers and tensors that were read; with a mesh, by this rank.
         bytes_moved: bytes that came over the network for that; those that had come before are kept on this machine.
     """
 
@@ -115,15 +119,17 @@ def load_head(
     target: Any = None,
     family: str | Family | None = None,
     dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     init: Init = "checkpoint",
     depths: int | None = None,
     seed: int = 0,
     engine: Engine | None = None,
     trainable: Collection[Group] = GROUPS,
     revision: str | None = None,
+    mesh: DeviceMesh | None = None,
+    mp_policy: Any = None,
 ) -> DraftHead:
-    """Load the head that a checkpoint ships.
+    """Load the head that a checkpoint ships, or this rank's part of it.
 
     Args:
         source: checkpoint directory, hub-cache tree, or repository id. Of a repository that is not on this machine, headers
@@ -133,39 +139,52 @@ def load_head(
         dtype: cast to this dtype; None keeps every tensor as stored, and decodes FP8 to BF16. `torch.float32` gives master
             weights for training.
             Tensors that must not be rounded (`DraftHead.rounds`), such as a router's FP32 bias, are cast upwards only.
-        device: where the head lives.
+        device: where the head lives: the CPU where not given, or the device of the mesh.
         init: "random" makes a new head instead of reading one, by transformers' rule, from `seed`.
         depths: number of depths of a new head; only with `init="random"`. None takes what the config declares, or 1.
         engine: the engine that will serve, where engines differ in a convention; None is the training default.
         trainable: groups of tensors that take gradients, see `DraftHead.train_only`.
         revision: branch, tag or commit of a repository; its main branch where not given.
+        mesh: shard the head over these ranks, all of which must make the same call. Each reads the rows that it will hold, and
+            gets what `shard_head(load_head(...), mesh)` would give it.
+        mp_policy: see `shard_head`; only with a mesh.
 
     Returns:
         The head; `head.report` says what was read.
 
     Raises:
-        SettingsError: `init`, `dtype`, `engine` or `trainable` is none of those above.
+        SettingsError: an argument is none of those above.
+        ParallelError: the head can't be sharded, or another rank ended. Where one rank fails, all raise, with its number.
         CheckpointError: the files can't be read as a checkpoint.
         UnresolvedFamilyError, HeadNotFoundError, HeadCountError, HeadLayerError, HeadMismatchError: see `mtp_zoo.errors`.
         UnsupportedQuantizationError: the head is stored quantised, and not as FP8.
         ScaleMismatchError: the head is stored as FP8, and tensors and scales do not belong together.
     """
-    _check_request(source, dtype, init, depths, engine)
+    _check_request(source, dtype, init, depths, engine, device, mesh, mp_policy)
     chosen = get_family(family) if isinstance(family, str) else family
-    index = CheckpointIndex.open(
-        source, revision=revision, need=partial(needed_by_head, family=chosen) if init == "checkpoint" else None
-    )
+    device = device or ("cpu" if mesh is None else mesh.device_type)
     if init == "random":
-        head = _new_head(index, chosen or resolve_family(index.names, index.config), depths, dtype, device, seed)
+        index = CheckpointIndex.open(source, revision=revision)
+        found = chosen or resolve_family(index.names, index.config)
+        head = _new_head(index, found, depths, dtype, device, seed)
+        head.train_only(trainable)
+        head = head if mesh is None else shard_head(head, mesh, mp_policy=mp_policy)
     else:
-        head = _stored_head(index, resolve(index.names, index.config, family=chosen), dtype, device)
+        head = _stored_head(source, revision, chosen, dtype, device, mesh, mp_policy)
+        head.train_only(trainable)
     head.engine = engine
-    head.train_only(trainable)
     return head if target is None else head.attach(target)
 
 
 def _check_request(
-    source: str | Path, dtype: torch.dtype | None, init: str, depths: int | None, engine: str | None
+    source: str | Path,
+    dtype: torch.dtype | None,
+    init: str,
+    depths: int | None,
+    engine: str | None,
+    device: torch.device | str | None,
+    mesh: DeviceMesh | None,
+    mp_policy: Any,
 ) -> None:
     allowed = {
         "init": (init, get_args(Init)),
@@ -177,6 +196,10 @@ def _check_request(
         for name, (value, known) in allowed.items()
         if value not in known
     ]
+    if mesh is None and mp_policy is not None:
+        wrong.append("mp_policy: expected a mesh beside it, got none")
+    if mesh is not None and device is not None and torch.device(device).type != mesh.device_type:
+        wrong.append(f"device: expected that of the mesh, {mesh.device_type}, got {device!r}")
     if wrong:
         raise SettingsError(
             f"Loading the head of {source}: it can't be done as asked.",
@@ -224,19 +247,34 @@ def key_map(head: DraftHead, site: HeadSite | None = None) -> KeyMap:
 
 
 def _stored_head(
-    index: CheckpointIndex, resolution: Resolution, dtype: torch.dtype | None, device: torch.device | str
+    source: str | Path,
+    revision: str | None,
+    family: Family | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    mesh: DeviceMesh | None,
+    mp_policy: Any,
 ) -> DraftHead:
-    head, plan, stored = plan_head(index, resolution)
-    reader = TensorReader(index)
-    tensors = {entry.name: entry for entry in stored.plain} | dict(stored.quantized)
-    reader.fetch(entry for name in plan.natives for entry in _parts(tensors[name]))
-    with progress("Reading the head", total=len(plan.natives)) as advance:
-        for binding in plan.bindings:
-            for name, value in _read_binding(binding, head, tensors, reader, dtype, device, advance).items():
-                _assign(head, name, value)
-    head.rotary.to(device)
-    entries = [entry for name in plan.natives for entry in _parts(tensors[name])]
-    copies = compare_copies(index, head.site, plan.skipped, reader)
+    act = f"Loading the head of {source}"
+    with line_of(mesh) as ranks:
+        with ranks.together(act):
+            index = CheckpointIndex.open(source, revision=revision, need=partial(needed_by_head, family=family))
+            resolution = resolve(index.names, index.config, family=family)
+            head, plan, stored = plan_head(index, resolution)
+            tensors: dict[str, Stored] = {entry.name: entry for entry in stored.plain} | dict(stored.quantized)
+            allocate = partial(_allocate, head, tensors, dtype, device)
+            if mesh is not None:
+                for binding in plan.bindings:
+                    _allocate(head, tensors, dtype, "meta", binding)
+                shard_head(head, mesh, mp_policy=mp_policy).to_empty(device=device)
+                allocate = None
+            head.rotary.to(device)
+        reader = TensorReader(index)
+        with ranks.together(act):
+            _fill(head, plan, tensors, reader, allocate)
+            copies = compare_copies(index, head.site, plan.skipped, reader) if ranks.is_first else {}
+        copies = ranks.tell(copies)
+    entries = [entry for name in plan.natives for entry in entries_of(tensors[name])]
     head.report = LoadReport(
         source=index.source,
         family=head.family.name,
@@ -259,58 +297,50 @@ def _stored_head(
     return head
 
 
-def _parts(tensor: Stored) -> tuple[TensorEntry, ...]:
-    return (tensor.weight, tensor.scale) if isinstance(tensor, QuantizedTensor) else (tensor,)
-
-
 def _notices(index: CheckpointIndex, site: HeadSite) -> list[str]:
     return [str(fault) for fault in index.faults if any(site.in_scope(name) for name in fault.tensors)]
 
 
-def _read_binding(
-    binding: Binding,
+def _allocate(
     head: DraftHead,
     tensors: Mapping[str, Stored],
-    reader: TensorReader,
     dtype: torch.dtype | None,
     device: torch.device | str,
-    advance: Callable[[], None],
-) -> dict[str, Tensor]:
-    """Head tensors of one rule. Each is allocated once; whole natives are read in place, parts through one buffer."""
+    binding: Binding,
+) -> None:
+    """Give the head tensors of one rule their dtype and, unless they stay on the meta device, their memory."""
     stored = torch_dtype(tensors[next(iter(binding.natives))].dtype)
-    filled = {
-        name: torch.empty(shape, dtype=_held_dtype(head, name, stored, dtype), device=device)
-        for name, shape in binding.heads.items()
-    }
-    by_native: dict[str, list[Move]] = {}
-    for move in binding.moves:
-        by_native.setdefault(move.native, []).append(move)
-    for native, moves in by_native.items():
-        _read_native(tensors[native], moves, filled, reader)
-        advance()
-    return filled
+    for name, shape in binding.heads.items():
+        held = _held_dtype(head, name, stored, dtype)
+        _assign(head, name, torch.empty(shape, dtype=held, device=device))
+
+
+def _fill(
+    head: DraftHead,
+    plan: LoadPlan,
+    tensors: Mapping[str, Stored],
+    reader: TensorReader,
+    allocate: Callable[[Binding], None] | None,
+) -> None:
+    """Read what this process holds of the head; `allocate` makes room for a rule when its turn comes."""
+    held = {name: own_rows(value) for name, value in head.weights().items()}
+    planned = [plan_reads(binding, tensors, held) for binding in plan.bindings]
+    reader.fetch(entry for reads in planned for read in reads for entry in read.entries)
+    with progress("Reading the head", total=sum(map(len, planned))) as advance:
+        for binding, reads in zip(plan.bindings, planned, strict=True):
+            if allocate is not None:
+                allocate(binding)
+            weights = head.weights()
+            values = {name: own_values(weights[name]) for name in binding.heads}
+            for read in reads:
+                run_read(read, values, reader)
+                advance()
 
 
 def _held_dtype(head: DraftHead, name: str, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     if asked is None or head.rounds(name):
         return asked or stored
     return torch.promote_types(stored, asked)
-
-
-def _read_native(stored: Stored, moves: list[Move], filled: Mapping[str, Tensor], reader: TensorReader) -> None:
-    place = filled[moves[0].head][moves[0].head_index]
-    whole = not moves[0].native_index
-    if isinstance(stored, QuantizedTensor):
-        native = read_decoded(stored, reader, place.dtype, place.device, place if whole else None)
-        if whole:
-            return
-    elif whole and place.is_contiguous() and place.device.type == "cpu" and stored_dtype(place.dtype) == stored.dtype:
-        reader.read_into(stored, place)
-        return
-    else:
-        native = reader.read(stored)
-    for move in moves:
-        filled[move.head][move.head_index] = native[move.native_index].to(place.device)
 
 
 def _assign(head: DraftHead, name: str, value: Tensor) -> None:

@@ -10,11 +10,12 @@ compute is the sum of the gradients over ranks, not their mean:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mtp_zoo.errors import ParallelError
 from mtp_zoo.head import DraftDepth, DraftHead
@@ -78,6 +79,44 @@ def unsharded(value: Tensor) -> Tensor:
 def is_sharded(value: Tensor) -> bool:
     """Whether this rank holds a part of the tensor, or knows that others have copies."""
     return isinstance(value, DTensor)
+
+
+def cut_by_rows(value: DTensor) -> bool:
+    """Whether each rank holds all of some rows, as FSDP2 cuts a tensor where it is not asked for anything else."""
+    cuts = [placement for placement in value.placements if not isinstance(placement, Replicate)]
+    return len(cuts) <= 1 and all(type(cut) is Shard and cut.dim == 0 for cut in cuts)
+
+
+def rows_at(value: DTensor, place: Sequence[int]) -> range:
+    """The rows that one rank holds of a tensor that is cut by rows: none, where there are fewer rows than ranks.
+
+    Args:
+        value: on a mesh.
+        place: of the rank on that mesh, one number an axis.
+
+    Example: 5 rows over 4 ranks are rows 0..1, 2..3, 4, and none.
+    """
+    rows = range(value.shape[0])
+    for placement, size, at in zip(value.placements, value.device_mesh.shape, place, strict=True):
+        if isinstance(placement, Shard):
+            each = -(-len(rows) // size)
+            rows = rows[at * each : (at + 1) * each]
+    return rows
+
+
+def own_rows(value: Tensor) -> range:
+    """The rows that this rank holds of a tensor that is cut by rows or not at all; of one without axes, `range(1)`."""
+    if not isinstance(value, DTensor):
+        return range(value.shape[0] if value.shape else 1)
+    place = value.device_mesh.get_coordinate()
+    assert cut_by_rows(value)
+    assert place is not None
+    return rows_at(value, place)
+
+
+def own_values(value: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without its graph."""
+    return value.to_local().detach() if isinstance(value, DTensor) else value.detach()
 
 
 def _plain(head: DraftHead, weights: dict[str, Tensor]) -> DraftHead:
