@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 DIGEST = "0" * 64
 """Stands for a sha256 that only an export can know; as long as one, so that sizes are right."""
 
-SHOWN = 20
-"""File names of one kind that the text shows."""
+SHOWN = 4
+"""File names of one kind that the text shows; of more, the first and the last."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ExportPreview:
 
 def preview_export(
     head: DraftHead,
-    base: str | Path,
+    base: str | Path | CheckpointIndex,
     out: str | Path | None = None,
     *,
     in_place: bool = False,
@@ -81,7 +81,8 @@ def preview_export(
 
     Args:
         head: only its shapes and dtypes are looked at: one on the meta device does (`head_on_meta`).
-        base, out, in_place, copy, dtype: see `export`.
+        base: see `export`; or the same, opened.
+        out, in_place, copy, dtype: see `export`.
 
     Raises:
         see `export`, for all that can be known from headers.
@@ -116,13 +117,15 @@ def preview_export(
     )
 
 
-def head_on_meta(source: str | Path, *, revision: str | None = None) -> DraftHead:
-    """The head of a checkpoint without its numbers, for `preview_export`; reads headers.
+def head_on_meta(source: str | Path | CheckpointIndex, *, revision: str | None = None) -> DraftHead:
+    """The head of a checkpoint, which may be open already, without its numbers, for `preview_export`; reads headers.
 
     Raises:
         see `load_head`.
     """
-    index = CheckpointIndex.open(source, revision=revision, need=partial(needed_by_head, family=None))
+    opened = isinstance(source, CheckpointIndex)
+    need = partial(needed_by_head, family=None)
+    index = source if opened else CheckpointIndex.open(source, revision=revision, need=need)
     head, plan, _ = plan_head(index, resolve(index.names, index.config))
     dtypes = {name: plan.dtypes[next(iter(binding.natives))] for binding in plan.bindings for name in binding.heads}
     head.origin = Origin(index.root, plan.bindings, dtypes)
@@ -141,5 +144,4 @@ def _one_disk(root: Path, out: Path) -> bool:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return ", ".join(names) if len(names) <= SHOWN else f"{names[0]} ... {names[-1]}"

@@ -198,7 +198,7 @@ class Job:
 
 def prepare(
     head: DraftHead,
-    base: str | Path,
+    base: str | Path | CheckpointIndex,
     out: str | Path | None,
     *,
     in_place: bool = False,
@@ -206,13 +206,15 @@ def prepare(
     dtype: torch.dtype | None = None,
     training: Mapping[str, Any] | None = None,
 ) -> Job:
-    """Decide an export from headers; of the head, only shapes and dtypes are looked at.
+    """Decide an export from headers; of the head, only shapes and dtypes are looked at, and the base may be open already.
 
     Raises:
         see `export`.
     """
     refuse_unclear(out, in_place, copy)
-    index = CheckpointIndex.open(own_directory(base) if in_place else base)
+    source = base.root if isinstance(base, CheckpointIndex) else base
+    place = own_directory(source) if in_place else source
+    index = base if isinstance(base, CheckpointIndex) else CheckpointIndex.open(place)
     check_export(index, out, head.family, dtype=dtype)
     site = find_site(head.family, index.names, index.config)
     _refuse_misfit(head, site, index)

@@ -61,10 +61,13 @@ def command(
     quiet_transformers()
     chosen = torch_dtype_of(dtype)
     if dry_run:
+        from mtp_zoo.checkpoint import CheckpointIndex
         from mtp_zoo.export_preview import head_on_meta, preview_export
 
-        fitting = head_on_meta(head or base, revision=revision)
-        preview = preview_export(fitting, base, out, in_place=in_place, copy=copy, dtype=chosen)
+        opened = CheckpointIndex.open(base)
+        own = head is None and revision is None
+        fitting = head_on_meta(opened) if own else head_on_meta(head or base, revision=revision)
+        preview = preview_export(fitting, opened, out, in_place=in_place, copy=copy, dtype=chosen)
         show_report(preview, as_json=as_json)
         return
     from mtp_zoo.exporter import export
