@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mtp_zoo.loader import LoadReport, load_head
     from mtp_zoo.objective import MTPObjective, MTPOutput, step_counts
     from mtp_zoo.parallel import gather_head, shard_head
+    from mtp_zoo.publishing import PushReport, push
     from mtp_zoo.registry import Family, get_family, list_families, register, resolve
     from mtp_zoo.rules import Rename, Skip, Split, Stack
     from mtp_zoo.shared import SharedTensors, load_shared
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from mtp_zoo.targets import target_states
     from mtp_zoo.training.config import TrainConfig
     from mtp_zoo.training.trainer import train
+    from mtp_zoo.verification import Verification, verify
 
 _HOME = {
     "AcceptanceReport": "acceptance",
@@ -54,6 +56,7 @@ _HOME = {
     "MTPStats": "stats",
     "MTPZooError": "errors",
     "PerEngine": "spec",
+    "PushReport": "publishing",
     "Rename": "rules",
     "RollbackReport": "journal",
     "ShardedBatch": "context_parallel",
@@ -63,6 +66,7 @@ _HOME = {
     "Stack": "rules",
     "TokenBatch": "batch",
     "TrainConfig": "training.config",
+    "Verification": "verification",
     "attach": "attacher",
     "doctor": "diagnosis.examination",
     "export": "exporter",
@@ -73,6 +77,7 @@ _HOME = {
     "load_head": "loader",
     "load_shared": "shared",
     "pad_documents": "context_layout",
+    "push": "publishing",
     "register": "registry",
     "replay": "acceptance",
     "resolve": "registry",
@@ -83,6 +88,7 @@ _HOME = {
     "step_counts": "objective",
     "target_states": "targets",
     "train": "training.trainer",
+    "verify": "verification",
 }
 
 __all__ = [
@@ -102,6 +108,7 @@ __all__ = [
     "MTPStats",
     "MTPZooError",
     "PerEngine",
+    "PushReport",
     "Rename",
     "RollbackReport",
     "ShardedBatch",
@@ -111,6 +118,7 @@ __all__ = [
     "Stack",
     "TokenBatch",
     "TrainConfig",
+    "Verification",
     "__version__",
     "attach",
     "doctor",
@@ -122,6 +130,7 @@ __all__ = [
     "load_head",
     "load_shared",
     "pad_documents",
+    "push",
     "register",
     "replay",
     "resolve",
@@ -132,6 +141,7 @@ __all__ = [
     "step_counts",
     "target_states",
     "train",
+    "verify",
 ]
 
 

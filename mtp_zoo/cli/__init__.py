@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from mtp_zoo.cli import conform, demo, doctor, evaluate, export, families, graft, inspect, rollback, train
+from mtp_zoo.cli import conform, demo, doctor, evaluate, export, families, graft, inspect, push, rollback, train, verify
 from mtp_zoo.errors import MTPZooError
 from mtp_zoo.version import __version__
 
@@ -28,8 +28,10 @@ app.command("doctor")(doctor.command)
 app.command("train")(train.command)
 app.command("eval")(evaluate.command)
 app.command("export")(export.command)
+app.command("verify")(verify.command)
 app.command("rollback")(rollback.command)
 app.command("graft")(graft.command)
+app.command("push")(push.command)
 app.command("conform")(conform.command)
 app.command("demo")(demo.command)
 
