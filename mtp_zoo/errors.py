@@ -38,6 +38,7 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     ├── ExportError
     │   ├── OutputExistsError             the output path is taken
     │   ├── GraftMismatchError            a head and a trunk that are not of one model; all facts in its .problems
+    │   ├── PushError                     the Hub did not take a checkpoint; the repository is as it was
     │   ├── RollbackError                 an update in place that can't be taken back, or of which nothing is kept
     │   └── VerificationError             what was written is not what was meant; nothing was published
     └── ConformanceError                  a conformance run that can't be made as asked
@@ -207,6 +208,10 @@ class OutputExistsError(ExportError):
 
 class GraftMismatchError(ExportError):
     """A head and a trunk that are not of one model."""
+
+
+class PushError(ExportError):
+    """The Hub did not take a checkpoint; the repository is as it was."""
 
 
 class RollbackError(ExportError):

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+PIECE = 1 << 20
 TIMEOUT = 30.0
 """Seconds that the Hub has for an answer."""
 
@@ -52,16 +53,24 @@ class Listing:
         Raises:
             ChangedOnHubError: its bytes are others.
         """
-        content, listed = path.read_bytes(), self.files[file]
-        if len(listed.etag) == 64:
-            found = hashlib.sha256(content).hexdigest()
-        else:
-            found = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        listed = self.files[file]
+        found = content_hash(path, len(listed.etag))
         if found != listed.etag:
             raise ChangedOnHubError(
                 f"Reading {file} of {self.repo_id} at {self.commit[:12]}: expected {listed.etag}, got {found}.",
                 remedy=f"Remove {path} if it was changed by hand, and read again.",
             )
+
+
+def content_hash(path: Path, digits: int, advance: Callable[[int], None] | None = None) -> str:
+    """The hash that a listing has of a file: sha256 for 64 digits, else git's blob id; `advance` is told of bytes read."""
+    digest = hashlib.sha256() if digits == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    with path.open("rb") as stream:
+        while piece := stream.read(PIECE):
+            digest.update(piece)
+            if advance:
+                advance(len(piece))
+    return digest.hexdigest()
 
 
 def ask_listing(repo_id: str, revision: str | None, *, tries: int | None = None) -> Listing:

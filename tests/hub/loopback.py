@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import ThreadingHTTPServer
@@ -116,6 +116,7 @@ class LoopbackHub:
     Attributes:
         repos: by id.
         requests: all so far, `forget` empties it.
+        before_commit: called when a commit is about to be made.
         uses_per_signature: how many requests a signed address of the CDN is good for; None for any number.
     """
 
@@ -123,6 +124,7 @@ class LoopbackHub:
         self.repos: dict[str, Repo] = {}
         self.blobs: dict[str, Blob] = {}
         self.requests: list[Request] = []
+        self.before_commit: Callable[[], object] = lambda: None
         self.uses_per_signature: int | None = None
         self.signatures: list[int] = []
         self.lock = threading.Lock()

@@ -218,7 +218,7 @@ class Handler(BaseHTTPRequestHandler):
         self._write(piece[: fault.options["after"]] if fault and what == "drop" else piece)
         return self._hang_up() if what == "drop" else None
 
-    def _create(self, name: str, organization: str | None = None, private: bool | None = None, **_: object) -> None:
+    def _create(self, name: str, organization: str | None = None, private: bool | None = None, **more: object) -> None:
         from tests.hub.loopback import Repo
 
         repo_id = f"{organization or 'me'}/{name}"
@@ -226,7 +226,9 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(
                 409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{repo_id}"}
             )
-        repo = self.hub.repos[repo_id] = Repo(readers={self.request_log.token or ""} if private else None)
+        repo = self.hub.repos[repo_id] = Repo(
+            readers={self.request_log.token or ""} if private or more.get("visibility") == "private" else None
+        )
         repo.commit({})
         return self._answer(200, {"url": f"{self.hub.url}/{repo_id}", "id": repo_id})
 
@@ -253,6 +255,7 @@ class Handler(BaseHTTPRequestHandler):
     def _commit(self, repo: Repo, revision: str) -> None:
         from tests.hub.loopback import Blob
 
+        self.hub.before_commit()
         parent = repo.resolve(revision)
         if parent is None:
             return self._refuse(404, "RevisionNotFound")
