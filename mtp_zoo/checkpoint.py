@@ -21,7 +21,7 @@ from mtp_zoo.errors import BrokenCheckpointError, SourceNotFoundError, UnsafeChe
 from mtp_zoo.index_file import CONVERT_PICKLES, INDEX_NAME, PICKLE_SUFFIXES, read_index
 from mtp_zoo.journal import refuse_half_updated
 from mtp_zoo.modelconfig import ModelConfig
-from mtp_zoo.safetensors_header import DTYPES, Header, TensorEntry, stored_dtype, torch_dtype
+from mtp_zoo.safetensors_header import DTYPES, Header, TensorEntry, collector_paused, stored_dtype, torch_dtype
 from mtp_zoo.storage import ByteRange, Storage
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class CheckpointIndex:
     header_bytes: int
 
     @classmethod
+    @collector_paused()
     def open(cls, source: str | Path, *, revision: str | None = None, need: Need | None = None) -> CheckpointIndex:
         """Read config.json, the index and the headers.
 

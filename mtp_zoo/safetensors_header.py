@@ -133,7 +133,7 @@ class Header:
 
 
 @contextmanager
-def _collector_paused() -> Generator[None]:
+def collector_paused() -> Generator[None]:
     """Parsing makes many objects and no garbage; looking for some meanwhile doubles the time of a large header."""
     enabled = gc.isenabled()
     gc.disable()
@@ -144,7 +144,7 @@ def _collector_paused() -> Generator[None]:
             gc.enable()
 
 
-@_collector_paused()
+@collector_paused()
 def read_header(root: Path, file: str) -> Header:
     """Read and check the header of `root`/`file`; no tensor byte is read.
 

@@ -65,7 +65,7 @@ def _layer(subject: Subject, site: HeadSite) -> Iterator[Finding]:
     if not subject.has_head:
         return
     try:
-        find_site(site.family, {*subject.index.entries, *subject.lost}, subject.index.config)
+        find_site(site.family, subject.meant, subject.index.config)
     except HeadLayerError as error:
         declared = subject.index.config.count(TRUNK_LAYERS)
         yield Finding("MZ105", {"field": TRUNK_LAYERS, "declared": declared, "found": site.first_layer}, error.remedy)

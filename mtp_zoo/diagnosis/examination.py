@@ -18,6 +18,7 @@ from mtp_zoo.diagnosis.tensors import check_tensors
 from mtp_zoo.errors import BrokenCheckpointError, ModelConfigError, UnsafeCheckpointError
 from mtp_zoo.index_file import read_index
 from mtp_zoo.journal import JOURNAL, UPDATE
+from mtp_zoo.safetensors_header import collector_paused
 
 
 def doctor(
@@ -46,11 +47,16 @@ def doctor(
     except (BrokenCheckpointError, ModelConfigError, UnsafeCheckpointError) as error:
         return Diagnosis(str(source), (_unopened(source, revision, error),))
     subject = Subject(index, deep)
-    found = [*check_files(subject), *check_configuration(subject), *check_tensors(subject), *check_scales(subject)]
+    found = _by_headers(subject)
     found += check_numbers(subject) if deep else ()
     found += () if against is None else check_against(subject, against)
     once = {str(finding): finding for finding in found}  # one bad field of config.json stops several checks
     return Diagnosis(str(source), tuple(sorted(once.values(), key=lambda finding: finding.id)))
+
+
+@collector_paused()
+def _by_headers(subject: Subject) -> list[Finding]:
+    return [*check_files(subject), *check_configuration(subject), *check_tensors(subject), *check_scales(subject)]
 
 
 def _unopened(

@@ -10,6 +10,7 @@ from mtp_zoo.checkpoint_faults import REMEDIES, Fault, FaultKind
 from mtp_zoo.diagnosis.finding import Finding
 from mtp_zoo.diagnosis.subject import Subject
 from mtp_zoo.export_plan import SINGLE_FILE
+from mtp_zoo.journal import JOURNAL, UNDO
 
 OPENED_UNLISTED = "mtp.safetensors"
 """SGLang opens a file of this name though no index lists it, for the architectures below; vLLM does not.
@@ -26,13 +27,15 @@ OPENED_FOR = (
 
 
 def check_files(subject: Subject) -> Iterator[Finding]:
-    """MZ002 to MZ012."""
+    """MZ002 to MZ012, and MZ015."""
     for fault in subject.index.faults:
         yield _FOUND[fault.kind](subject, fault)
     yield from _single_file(subject)
     yield from _total_size(subject)
     if not subject.index.listed and len(subject.index.files) > 1:
         yield Finding("MZ012", {"files": list(subject.index.files)}, subject.mend)
+    if (subject.index.root / UNDO / JOURNAL).exists():
+        yield Finding("MZ015", {"folder": UNDO}, f"mtp-zoo rollback {subject.place} --discard")
 
 
 def _missing(subject: Subject, fault: Fault) -> Finding:
@@ -112,6 +115,6 @@ def _total_size(subject: Subject) -> Iterator[Finding]:
         return
     declared = subject.index_metadata.get("total_size")
     listed = set(index.weight_map.values())
-    held = sum(entry.nbytes for entry in index.entries.values() if entry.file in listed)
+    held = sum(entry.end - entry.start for entry in index.entries.values() if entry.file in listed)
     if declared is not None and declared != held:
         yield Finding("MZ011", {"file": INDEX_NAME, "declared": declared, "found": held}, subject.mend)

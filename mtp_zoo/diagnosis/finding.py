@@ -80,6 +80,9 @@ CATALOGUE: Mapping[str, Kind] = {
     "MZ014": Kind(
         "error", "an update in place was cut short", "Its files are half old, half new; nothing else was checked."
     ),
+    "MZ015": Kind(
+        "info", "the files that the last update in place replaced are kept", "They take space until they are discarded."
+    ),
     "MZ101": Kind("error", "config.json can't be used", "What depends on it was not checked."),
     "MZ102": Kind(
         "error",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -79,6 +79,11 @@ class Subject:
         return frozenset(name for fault in faults for name in fault.tensors) - self.index.entries.keys()
 
     @cached_property
+    def meant(self) -> Collection[str]:
+        """Names that files hold, or would hold if they could be read."""
+        return {*self.index.entries, *self.lost} if self.lost else self.index.entries.keys()
+
+    @cached_property
     def family(self) -> Family | MTPZooError:
         """The family, or why it can't be told."""
         try:
@@ -91,7 +96,7 @@ class Subject:
         """Where the head lies, or should; None where the family can't be told."""
         if isinstance(self.family, MTPZooError):
             return None
-        return likely_site(self.family, {*self.index.entries, *self.lost}, self.index.config)
+        return likely_site(self.family, self.meant, self.index.config)
 
     @cached_property
     def head(self) -> tuple[TensorEntry, ...]:
@@ -99,7 +104,7 @@ class Subject:
         site = self.site
         if site is None or not self.has_head:
             return ()
-        return tuple(entry for name, entry in sorted(self.index.entries.items()) if site.in_scope(name))
+        return tuple(entry for _, entry in sorted(one for one in self.index.entries.items() if site.in_scope(one[0])))
 
     @cached_property
     def has_head(self) -> bool:
@@ -107,13 +112,16 @@ class Subject:
         site = self.site
         if site is None:
             return False
-        meant = {*self.index.entries, *self.lost}
-        return bool(fused_layers(site.family, meant)) if site.family.in_stack else any(map(site.in_scope, meant))
+        if site.family.in_stack:
+            return bool(fused_layers(site.family, self.meant))
+        return any(map(site.in_scope, self.meant))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """0-based numbers of the depths that have a block tensor on disk or in a file that can't be read."""
-        return () if self.site is None else tuple(sorted(self.site.depth_numbers((*self.index.entries, *self.lost))))
+        return (
+            () if self.site is None else tuple(sorted(self.site.depth_numbers(filter(self.site.in_scope, self.meant))))
+        )
 
     @cached_property
     def holders(self) -> Mapping[str, tuple[TensorEntry, ...]]:

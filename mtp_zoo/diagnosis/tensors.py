@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from mtp_zoo.checkpoint import TensorEntry, TensorReader
 from mtp_zoo.copies import compare_copies
 from mtp_zoo.diagnosis.finding import Finding
-from mtp_zoo.diagnosis.subject import Planned, Subject, is_float
+from mtp_zoo.diagnosis.subject import Planned, Subject
 from mtp_zoo.errors import MTPZooError
 from mtp_zoo.groups import group_of
+from mtp_zoo.keymap import FLOAT_DTYPES
 from mtp_zoo.quantization import quantization_settings
 
 OF_PROBLEM: Mapping[str, str] = {
@@ -95,6 +96,6 @@ def _mostly(entries: Iterable[TensorEntry]) -> str | None:
     """The float dtype of most bytes."""
     sizes: dict[str, int] = {}
     for entry in entries:
-        if is_float(entry):
-            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
+        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.end - entry.start
+    sizes = {name: size for name, size in sizes.items() if name in FLOAT_DTYPES}
     return max(sizes, key=lambda name: sizes[name], default=None)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_zoo.journal import JOURNAL, UPDATE
+from mtp_zoo.journal import JOURNAL, UNDO, UPDATE
 from mtp_zoo.registry import get_family
 from mtp_zoo.rules import Skip, any_pattern
 from tests.quantizing import BLOCKS, make_fp8
@@ -42,7 +42,7 @@ class Case:
         deep: whether tensors have to be read for it.
         base: what writes the checkpoint that the head was trained from, where it is compared.
         left: findings of the neighbour.
-        fixed: whether `--fix` mends it; `remain` is then what is still found.
+        fixed: whether `--fix` mends it.
     """
 
     broken: Make
@@ -52,7 +52,6 @@ class Case:
     base: Make | None = None
     left: frozenset[str] = frozenset()
     fixed: bool = False
-    remain: frozenset[str] = frozenset()
 
 
 @cache
@@ -153,10 +152,11 @@ def _size() -> int:
     return sum(value.nbytes for value in tensors().values())
 
 
-def _cut_short(folder: Path) -> Path:
+def _recorded(folder: Path, record: str) -> Path:
+    """With the record of an update in place."""
     root = whole(folder)
-    (root / UPDATE).mkdir()
-    (root / UPDATE / JOURNAL).write_text('{"format": 1, "replaced": [], "added": [], "written": {}}')
+    (root / record).mkdir()
+    (root / record / JOURNAL).write_text('{"format": 1, "replaced": [], "added": [], "written": {}}')
     return root
 
 
@@ -316,7 +316,8 @@ CASES: Mapping[str, Case] = {
         fixed=True,
     ),
     "MZ013": Case(lambda at: _escaping(at, f"../{TWO}"), lambda at: _escaping(at, f"part/{TWO}")),
-    "MZ014": Case(_cut_short, whole),
+    "MZ014": Case(lambda at: _recorded(at, UPDATE), whole, fixed=True),
+    "MZ015": Case(lambda at: _recorded(at, UNDO), whole),
     "MZ101": Case(lambda at: whole(at, mtp_num_hidden_layers="1"), lambda at: whole(at, mtp_num_hidden_layers=1)),
     "MZ102": Case(
         lambda at: depths(at, declared=1, stored=0), lambda at: depths(at, declared=0, stored=0), left=_ids("MZ109")
