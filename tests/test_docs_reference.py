@@ -182,7 +182,8 @@ def test_the_json_of_a_result_has_the_documented_keys(tmp_path: Path) -> None:
     assert_same_keys(example("conform"), parity().as_dict())
     assert_same_keys(example("demo"), story.as_dict())
     assert_same_keys(example("train"), trained.as_dict())
-    assert sorted(example("export")) == sorted(field.name for field in dataclasses.fields(ExportReport))
+    for verb in ("export", "graft"):
+        assert sorted(example(verb)) == sorted(field.name for field in dataclasses.fields(ExportReport))
 
 
 def test_every_command_has_an_example_of_its_json() -> None:
