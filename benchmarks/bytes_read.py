@@ -1,13 +1,15 @@
-"""Bytes that `load_head` takes from disk, against the size of the head, on a sharded checkpoint.
+"""Bytes that `load_head` takes from disk and from the Hub, against the size of the head, on a sharded checkpoint.
 
     python benchmarks/bytes_read.py
 
-The trunk is 50 times the head. Counted twice: by the library's own report, and by the kernel (/proc/self/io, Linux).
+The trunk is 50 times the head. From disk, bytes are counted by the library's own report and by the kernel (/proc/self/io,
+Linux). The Hub is a server on this machine, which counts the bodies that it sends: listing, config, index, headers, tensors.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -15,13 +17,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from mtp_zoo.loader import load_head
-
+os.environ["HF_HUB_OFFLINE"] = "0"  # huggingface_hub reads it once, when it is imported; the server is on this machine
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import pytest
+
+from mtp_zoo.loader import load_head
+from tests.hub.loopback import LoopbackHub, served
 from tests.tiny import tiny_config, tiny_tensors, write_index
 
 TRUNK_TO_HEAD = 50
 SHARDS = 8
+REPO = "acme/sharded"
 
 
 def kernel_bytes() -> int | None:
@@ -52,18 +59,39 @@ def make(directory: Path) -> int:
     return head_bytes
 
 
+def from_disk(directory: Path, head_bytes: int) -> None:
+    load_head(directory)  # imports what loading imports, so that the kernel's count is of data alone
+    before = kernel_bytes()
+    head = load_head(directory)
+    after = kernel_bytes()
+    assert head.report is not None
+    print(f"disk, reported   {head.report.bytes_read:,} bytes, ratio {head.report.bytes_read / head_bytes:.4f}")
+    if before is not None and after is not None:
+        print(f"disk, kernel     {after - before:,} bytes, ratio {(after - before) / head_bytes:.4f}")
+
+
+def from_hub(hub: LoopbackHub, directory: Path, head_bytes: int) -> None:
+    hub.publish(REPO, hub.files_of(directory))
+    for run in ("first", "second"):
+        hub.forget()
+        head = load_head(REPO)
+        assert head.report is not None
+        print(
+            f"Hub, {run:6}      {hub.sent():,} bytes, ratio {hub.sent() / head_bytes:.4f}, {len(hub.requests)} requests, "
+            f"reported {head.report.bytes_moved:,}"
+        )
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        head_bytes = make(Path(folder))
-        total = sum(path.stat().st_size for path in Path(folder).iterdir())
-        load_head(folder)  # imports what loading imports, so that the kernel's count is of data alone
-        before = kernel_bytes()
-        head = load_head(folder)
-        after = kernel_bytes()
-    print(f"checkpoint {total:,} bytes, head {head_bytes:,} bytes, {total / head_bytes:.1f} times the head")
-    print(f"reported   {head.report.bytes_read:,} bytes, ratio {head.report.bytes_read / head_bytes:.4f}")
-    if before is not None and after is not None:
-        print(f"kernel     {after - before:,} bytes, ratio {(after - before) / head_bytes:.4f}")
+        directory = Path(folder) / "checkpoint"
+        directory.mkdir()
+        head_bytes = make(directory)
+        total = sum(path.stat().st_size for path in directory.iterdir())
+        print(f"checkpoint {total:,} bytes, head {head_bytes:,} bytes, {total / head_bytes:.1f} times the head")
+        from_disk(directory, head_bytes)
+        with pytest.MonkeyPatch.context() as patch, served(patch, Path(folder) / "home") as hub:
+            from_hub(hub, directory, head_bytes)
 
 
 if __name__ == "__main__":

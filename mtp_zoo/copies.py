@@ -10,6 +10,7 @@ from mtp_zoo.errors import SharedTensorError
 from mtp_zoo.rules import Skip, any_pattern
 from mtp_zoo.shared import shared_names
 from mtp_zoo.site import HeadSite
+from mtp_zoo.storage import ByteRange
 
 SAMPLE = 1 << 20
 """Bytes of a copy that are compared where not all of it is: a load must not read gigabytes for what it leaves alone."""
@@ -64,16 +65,21 @@ def compare_copies(
         roles = [rule.copy_of for rule in rules if any_pattern(rule.native).fullmatch(name)]
         if roles and roles[0]:
             original = index.entries.get(names.get(roles[0], ""))
-            found[name] = _compare(index.entries[name], original, reader, whole)
+            found[name] = _compare(index, index.entries[name], original, reader, whole)
     return found
 
 
-def _compare(copy: TensorEntry, original: TensorEntry | None, reader: TensorReader, whole: bool) -> Comparison:
+def _compare(
+    index: CheckpointIndex, copy: TensorEntry, original: TensorEntry | None, reader: TensorReader, whole: bool
+) -> Comparison:
     if original is None:
         return Comparison(None, False, 0, copy.nbytes)
     if (copy.dtype, copy.shape) != (original.dtype, original.shape):
         return Comparison(original.name, False, 0, copy.nbytes)
     parts = list(_parts(copy.nbytes, whole))
+    index.storage.fetch(
+        ByteRange(entry.file, entry.start + s, entry.start + e) for entry in (copy, original) for s, e in parts
+    )
     equal = all(
         all(
             a == b
