@@ -15,6 +15,9 @@ INDEX_NAME = "model.safetensors.index.json"
 INDEX_LIMIT = HEADER_LIMIT
 """Longest index in bytes: it says less of a tensor than a header does."""
 
+PATH_LIMIT = 1024
+"""Longest listed path in letters."""
+
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 CONVERT_PICKLES = (
     "Convert it in an environment that you trust: load it with transformers, `model.save_pretrained(directory)`; "
@@ -65,6 +68,11 @@ def _unreadable(root: Path, reason: str) -> BrokenCheckpointError:
 
 def _inside(root: Path, name: str, file: str) -> str:
     """A listed path, normalised; inside the directory."""
+    if len(file) > PATH_LIMIT:
+        raise UnsafeCheckpointError(
+            f"Reading {root / INDEX_NAME}: it puts '{name}' in a path of {len(file)} letters, {file[:40]!r} and more.",
+            remedy="Do not use this checkpoint, or give the file a shorter name.",
+        )
     path = PurePosixPath(file)
     # A file may be a link out of the directory (that is how the Hugging Face cache stores it); its folder may not.
     outside = (

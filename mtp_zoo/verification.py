@@ -82,11 +82,14 @@ def verify(checkpoint: str | Path, *, against: str | Path | None = None) -> Veri
         against: the base whose trunk it should hold, likewise.
 
     Raises:
-        CheckpointError: one of them can't be read as a checkpoint at all; what is wrong with it otherwise is reported.
+        CheckpointError: the checkpoint can't be read as one at all (what is wrong with it otherwise is reported), or the base is
+            not whole.
     """
     index = CheckpointIndex.open(checkpoint)
     base = None if against is None else CheckpointIndex.open(against)
     site = _site(index)
+    if base:
+        base.verify(besides=site.in_scope if site else lambda _: False)
     problems, notices = _structure(index)
     record = _record(index, problems, notices)
     head = set(record["tensors"] if record else filter(site.in_scope, index.entries) if site else ())
@@ -128,7 +131,8 @@ def _structure(index: CheckpointIndex) -> tuple[list[str], list[str]]:
         notices += resolution.notices
         problems += _planned(index, resolution)
     except MTPZooError as error:
-        problems += [error.message, *map(str, error.problems)]
+        new = [told for told in map(str, error.problems) if told not in problems]
+        problems += [error.message, *new] if new or not error.problems else []
     return problems, notices
 
 

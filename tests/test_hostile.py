@@ -21,8 +21,19 @@ ENTRY_POINTS: dict[str, Callable[[Path], object]] = {
     "load_head": mz.load_head,
     "load_shared": mz.load_shared,
     "export": lambda root: mz.export(mz.load_head(root), root, root.parent / "out"),
+    "graft from": lambda root: mz.graft(root, root.parent / "good", root.parent / "out"),
+    "graft into": lambda root: mz.graft(root.parent / "good", root, root.parent / "out"),
+    "verify against": lambda root: mz.verify(root.parent / "good", against=root),
+    "push": lambda root: mz.push(root, "acme/tiny", dry_run=True),
 }
 """Every way in that reads the whole of a checkpoint, or its head."""
+
+REPORTS: dict[str, Callable[[Path], tuple[object, bool]]] = {
+    "inspect": lambda root: (found := inspect(root), found.loads),
+    "verify": lambda root: (found := mz.verify(root), found.ok),
+    "doctor": lambda root: (found := mz.doctor(root, deep=True), found.healthy),
+}
+"""Those that say what is wrong, as far as that can be read."""
 
 
 def state(root: Path) -> dict[str, Any]:
@@ -40,6 +51,7 @@ def state(root: Path) -> dict[str, Any]:
 def test_every_entry_point_refuses_it_by_type_and_touches_nothing(tmp_path: Path, name: str) -> None:
     """https://github.com/sgl-project/sglang/issues/14754"""
     hostile = CORPUS[name]
+    good_checkpoint(tmp_path / "good")
     root = good_checkpoint(tmp_path / "base")
     hostile.change(root)
     before = state(root)
@@ -61,20 +73,21 @@ def test_a_config_of_impossible_numbers_is_refused_before_anything_is_allocated(
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_inspect_and_its_command_tell_what_is_wrong(tmp_path: Path, name: str) -> None:
+def test_what_reports_tells_what_is_wrong(tmp_path: Path, name: str) -> None:
     root = good_checkpoint(tmp_path / "base")
     CORPUS[name].change(root)
     before = state(root)
-    try:
-        found = inspect(root)
-    except MTPZooError as error:
-        told, code = str(error), 2
-    else:
-        told, code = "\n".join(found.problems), 1
-        assert not found.loads
-    assert re.search(CORPUS[name].says, told, re.DOTALL)
-    assert run(["inspect", str(root)]) == code
-    assert state(root) == before
+    for entry, call in REPORTS.items():
+        try:
+            found, right = call(root)
+        except MTPZooError as error:
+            told, code = str(error), 2
+        else:
+            told, code = str(found), 1
+            assert not right, entry
+        assert re.search(CORPUS[name].says, told, re.DOTALL), (entry, told)
+        assert run([entry, str(root)]) == code
+        assert state(root) == before, entry
 
 
 def run(arguments: list[str]) -> int:
