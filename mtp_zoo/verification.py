@@ -82,8 +82,8 @@ def verify(checkpoint: str | Path, *, against: str | Path | None = None) -> Veri
         against: the base whose trunk it should hold, likewise.
 
     Raises:
-        CheckpointError: the checkpoint can't be read as one at all (what is wrong with it otherwise is reported), or the base is
-            not whole.
+        CheckpointError: the checkpoint can't be read as one at all (what else is wrong with it is reported), or the base is not
+            whole.
     """
     index = CheckpointIndex.open(checkpoint)
     base = None if against is None else CheckpointIndex.open(against)
