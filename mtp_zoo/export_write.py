@@ -71,24 +71,34 @@ def _head_bytes(
     for name, value in stored:
         raw = value.reshape(-1).view(torch.uint8).numpy().data
         digests[name] = hashlib.sha256(raw).hexdigest()
+        del value
         yield raw
+        del raw
 
 
 def _stored_tensors(
     plan: ExportPlan, weights: Mapping[str, torch.Tensor], reader: TensorReader, kept: set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors as they are stored, in the order of the plan; `kept` gets the names of those in the base's own bytes."""
+    """The tensors as they are stored, in the order of the plan; `kept` gets the names of those in the base's own bytes.
+
+    None is held here while the next one is made.
+    """
     dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.head}
     for name, native in native_tensors(plan.bindings, weights):
         value = native.cpu()
         base = plan.form.quantized.get(name)
+        del native
         if base is None:
-            yield name, value.to(dtypes[name])
+            value = value.to(dtypes[name])
+            yield name, value
+            del value
             continue
         encoded = encoded_like(value, base, reader)
+        del value
         kept |= {name} if encoded.kept else set()
         yield name, encoded.weight
         yield base.scale.name, encoded.scale
+        del encoded
 
 
 def texts(

@@ -241,31 +241,32 @@ def _mixed_dtypes(entries: Mapping[str, TensorInfo], bindings: Sequence[Binding]
 
 
 def to_native(bindings: Iterable[Binding], head: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The native tensors of a head, in its own dtypes."""
-    return dict(native_tensors(bindings, head))
+    """The native tensors of a head, in its own dtypes; copies, so that none aliases the head."""
+    return {name: value.clone() for name, value in native_tensors(bindings, head)}
 
 
 def native_tensors(bindings: Iterable[Binding], head: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The native tensors of a head one by one, in its own dtypes.
+    """The native tensors of a head one by one, contiguous, without a graph, in its own dtypes.
 
-    Whole and sliced tensors come as contiguous copies, so they can be written without aliasing the head; no more than one
-    copy is made at a time, however large the tensor is in which a head holds its experts.
+    One that lies in a head tensor as it is stored comes as a view of it. None is held here while the next one is made, however
+    large the tensor is in which a head holds its experts.
     """
-    import torch
-
     for binding in bindings:
         parts: dict[str, list[Move]] = {}
         for move in binding.moves:
             parts.setdefault(move.native, []).append(move)
         for native, moves in parts.items():
-            sources = [head[move.head].detach()[move.head_index] for move in moves]
-            if not moves[0].native_index:
-                yield native, sources[0].clone(memory_format=torch.contiguous_format)
-                continue
-            whole = sources[0].new_empty(binding.natives[native])
-            for move, source in zip(moves, sources, strict=True):
-                whole[move.native_index] = source
-            yield native, whole
+            yield native, _native(binding.natives[native], moves, head)
+
+
+def _native(shape: Shape, moves: Sequence[Move], head: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    sources = [head[move.head].detach()[move.head_index] for move in moves]
+    if not moves[0].native_index:
+        return sources[0].contiguous()
+    whole = sources[0].new_empty(shape)
+    for move, source in zip(moves, sources, strict=True):
+        whole[move.native_index] = source
+    return whole
 
 
 def to_head(bindings: Iterable[Binding], native: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -171,6 +171,7 @@ class Overlay:
                 stream.write(piece)
                 self.bytes_written += len(piece)
                 self._advance(len(piece))
+                del piece  # let go of a tensor before the next is made
             stream.flush()
             os.fsync(stream.fileno())
 
