@@ -56,12 +56,13 @@ def _misfits(subject: Subject, planned: Planned) -> Iterator[Finding]:
 
 
 def _rounded(subject: Subject, planned: Planned) -> Iterator[Finding]:
-    """What is never trained, such as a router's bias: engines add it in FP32. A router's matrix is released as BF16."""
+    """A router's bias, which is added to scores in FP32. A router's matrix is released as BF16, and so is an indexer."""
     by_name = {entry.name: entry.dtype for entry in subject.head}
+    ends = planned.head.factory.float_names
     lower = {
         native: by_name[native]
         for binding in planned.bindings
-        if any(group_of(name) is None for name in binding.heads)
+        if any(group_of(name) is None and name.endswith(ends) for name in binding.heads)
         for native in binding.natives
         if by_name.get(native, "F32") in ("BF16", "F16")
     }
