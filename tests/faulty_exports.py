@@ -73,16 +73,21 @@ class Trials:
             self._judge_kill(f"killed before call {at}, {found.calls[-1]}", found.exit_code)
 
     def kill_randomly(self, count: int, seed: int) -> None:
-        """End runs by SIGKILL at random moments within the time that an undisturbed one takes."""
+        """End this many runs by SIGKILL at random moments; those that were done before their moment came are judged as well."""
+        moments, killed, length = random.Random(seed), self.tally.ended["killed"], self._seconds()
+        while self.tally.ended["killed"] < killed + count:
+            self._reset()
+            after = moments.uniform(0.0, length)
+            exit_code = syscalls.run(self._work, kill_after=after)
+            length = length if exit_code < 0 else max(after, 0.7 * length)  # it was faster than the first
+            self._judge_kill(f"killed after {after:.4f} s", exit_code)
+
+    def _seconds(self) -> float:
+        """What an undisturbed run takes."""
         self._reset()
         began = time.monotonic()
         syscalls.run(self._work)
-        length = time.monotonic() - began
-        moments = random.Random(seed)
-        for _ in range(count):
-            self._reset()
-            after = moments.uniform(0.0, length)
-            self._judge_kill(f"killed after {after:.4f} s", syscalls.run(self._work, kill_after=after))
+        return time.monotonic() - began
 
     def fail_at(self, calls: Iterable[int], number: int) -> None:
         """Let each of these writing calls fail once."""

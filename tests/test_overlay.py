@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,13 +14,13 @@ import pytest
 from mtp_zoo.errors import ExportError, OutputExistsError
 from mtp_zoo.exporter import export
 from mtp_zoo.loader import load_head
-from mtp_zoo.overlay import Overlay, staging
+from mtp_zoo.overlay import FICLONE, Overlay, staging
 from tests.exporting import TENSORS, make_base, same, snapshot, stored
 
 KILLED = {
     "linking": "mtp_zoo.overlay:os.link",
     "rewriting": "mtp_zoo.export_write:_shorter",
-    "writing_the_head": "mtp_zoo.export_write:hashlib.sha256",
+    "writing_the_head": "mtp_zoo.export_write:native_tensors",
     "checking": "mtp_zoo.exporter:check_output",
     "renaming": "mtp_zoo.overlay:Path.rename",
 }
@@ -134,3 +135,84 @@ def test_existing_files_are_never_written_through(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         overlay.write("a", [b"new"])
     assert source.read_bytes() == b"base"
+
+
+@pytest.fixture
+def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr("mtp_zoo.overlay.os.link", refuse)
+
+
+@pytest.mark.usefixtures("no_links")
+def test_files_are_cloned_where_they_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that clones is played by one that copies: what is asked of it is what counts."""
+
+    def clone(new: int, request: int, old: int) -> int:
+        assert request == FICLONE
+        return os.sendfile(new, old, 0, 1 << 20)
+
+    monkeypatch.setattr("mtp_zoo.overlay.fcntl.ioctl", clone)
+    source = tmp_path / "source"
+    source.write_bytes(b"base")
+    source.chmod(0o640)
+    overlay = Overlay(tmp_path / "out", link=True)
+    overlay.link(source, "a")
+    assert (overlay.linked, overlay.cloned, overlay.copied, overlay.bytes_written) == (0, 1, 0, 0)
+    assert overlay.shared == {"a"}
+    assert (tmp_path / "out" / "a").read_bytes() == b"base"
+    assert (tmp_path / "out" / "a").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.usefixtures("no_links")
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY])
+def test_files_are_copied_where_they_cannot_be_cloned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("mtp_zoo.overlay.fcntl.ioctl", refuse)
+    source = tmp_path / "source"
+    source.write_bytes(bytes(range(256)) * 20000)  # more than one piece
+    seen: list[int] = []
+    overlay = Overlay(tmp_path / "out", link=True, advance=seen.append)
+    overlay.link(source, "a")
+    assert (overlay.linked, overlay.cloned, overlay.copied) == (0, 0, 1)
+    assert overlay.shared == set()
+    assert (tmp_path / "out" / "a").read_bytes() == source.read_bytes()
+    assert sum(seen) == overlay.bytes_written == source.stat().st_size
+
+
+@pytest.mark.usefixtures("no_links")
+def test_clone_that_finds_no_space_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("mtp_zoo.overlay.fcntl.ioctl", full)
+    (tmp_path / "source").write_bytes(b"base")
+    with pytest.raises(OSError, match="No space"):
+        Overlay(tmp_path / "out", link=True).link(tmp_path / "source", "a")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_folders_made_for_an_output_that_fails_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ValueError, match="stop"), staging(tmp_path / "runs" / "one" / "deep" / "out"):
+        raise ValueError("stop")
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
+
+
+def test_output_whose_name_may_not_last_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), tmp_path.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        synced(descriptor)
+
+    monkeypatch.setattr("mtp_zoo.overlay.os.fsync", fail)
+    with pytest.raises(OSError, match="Input/output"), staging(tmp_path / "out") as partial:
+        (partial / "a").write_text("mine")
+    assert list(tmp_path.iterdir()) == []
