@@ -53,9 +53,11 @@ def open_repository(repo_id: str, revision: str | None) -> Storage:
             raise
         return _instead_of_hub(repo_id, revision, error)
     storage = HubStorage(listing)
+    if (local := storage.if_local()) is not None:
+        return local
     for file in (CONFIG_NAME, INDEX_NAME):
-        storage.small_file(file, revision)
-    return storage.if_local() or storage
+        storage.small_file(file, revision or "main")
+    return storage
 
 
 def _pin(repo_id: str, revision: str | None) -> Listing:
@@ -74,7 +76,12 @@ def _instead_of_hub(repo_id: str, revision: str | None, error: HubReadError | So
     try:
         commit = cached_snapshot(repo_id, revision).revision
     except SourceNotFoundError:
-        raise error from error.__cause__
+        if isinstance(error, SourceNotFoundError):
+            raise error from error.__cause__
+        raise HubReadError(
+            f"Opening '{repo_id}': no such directory, and the Hub can't be asked for it. {error.message}",
+            remedy="Correct the path, or restore the connection.",
+        ) from error
     notice = f"commit {commit} is what the cache holds, and may not be the newest: {error.message}"
     return _from_cache(repo_id, revision, error.message, (notice,))
 
@@ -124,9 +131,10 @@ class HubStorage:
         return self._small_bytes + (self._reader.bytes_moved if self._reader else 0)
 
     def if_local(self) -> LocalStorage | None:
-        """The snapshot in the cache, if all weight files are in it."""
+        """The snapshot in the cache, if all weight files are in it, and config and index."""
         weights = self.weight_files()
-        if not weights or not all(map(self._local.exists, weights)):
+        needed = weights | ({CONFIG_NAME, INDEX_NAME} & self.file_names())
+        if not weights or not all(map(self._local.exists, needed)):
             return None
         return dataclasses.replace(self._local, notices=self.notices)
 
@@ -142,8 +150,8 @@ class HubStorage:
         """See `Storage.exists`."""
         return file in self._listing.files
 
-    def small_file(self, file: str, revision: str | None = None) -> Path | None:
-        """See `Storage.small_file`; `revision` is the name that led to this commit, for the cache to remember.
+    def small_file(self, file: str, named: str | None = None) -> Path | None:
+        """See `Storage.small_file`; `named` is the branch that led to this commit, for the Hugging Face cache to remember.
 
         Raises:
             HubReadError: the Hub can't be reached, and the cache lacks the file.
@@ -152,22 +160,19 @@ class HubStorage:
         if file not in self._listing.files:
             return None
         path = self.root / file
-        named = revision or "main"
-        known = (
-            revision is None or revision == self.revision or referenced(self.root.parents[1], named) == self.revision
-        )
-        if not (path.is_file() and known):
-            if self._unreachable:
-                raise self._out_of_reach(f"Reading {file} of '{self._listing.repo_id}'")
+        remembered = named in (None, self.revision) or referenced(self.root.parents[1], named or "") == self.revision
+        if not self._unreachable and not (path.is_file() and remembered):
             self._download(file, named)
+        if not path.is_file():
+            raise self._out_of_reach(f"Reading {file} of '{self._listing.repo_id}'")
         self._listing.check(file, path)
         return path
 
-    def _download(self, file: str, named: str) -> None:
+    def _download(self, file: str, named: str | None) -> None:
         """Let huggingface_hub put a file into its cache; also under the branch's name, if that is still at this commit."""
         repo_id, commit = self._listing.repo_id, self._listing.commit
         there = (self.root / file).is_file()
-        for revision in (named, commit):
+        for revision in (named, commit) if named else (commit,):
             if revision == commit and (self.root / file).is_file():
                 break
             patiently(
@@ -235,6 +240,6 @@ class HubStorage:
 
     def _out_of_reach(self, act: str) -> HubReadError:
         return HubReadError(
-            f"{act}: not on this machine, and {self._unreachable}.",
+            f"{act}: not on this machine, and {self._unreachable or 'the cache does not keep them'}.",
             remedy="Unset HF_HUB_OFFLINE or restore the connection, and read it once; what was read is kept.",
         )
