@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,30 @@ def test_every_entry_point_refuses_it_by_type_and_touches_nothing(tmp_path: Path
             call(root)
         str(caught.value).encode()
         assert state(root) == before, entry
+
+
+def test_code_that_comes_with_a_checkpoint_is_carried_along_and_never_run(tmp_path: Path) -> None:
+    good_checkpoint(tmp_path / "good")
+    root = good_checkpoint(tmp_path / "base")
+    code = f"open({str(tmp_path / 'harmed')!r}, 'w')\n"
+    for name in ("modeling_evil.py", "configuration_evil.py", "tokenization_evil.py"):
+        (root / name).write_text(code)
+    config = json.loads((root / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "configuration_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
+    (root / "config.json").write_text(json.dumps(config))
+    (root / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenization_evil.T", null]}}')
+    (root / "pytorch_model.bin").write_bytes(
+        b"cbuiltins\nopen\n(S'" + str(tmp_path / "harmed").encode() + b"'\nS'w'\ntR."
+    )
+    for entry in ("open", "load_head", "load_shared", "graft into", "verify against"):
+        ENTRY_POINTS[entry](root)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    mz.export(mz.load_head(root), root, tmp_path / "out")
+    for call in REPORTS.values():
+        call(tmp_path / "out")
+    assert (tmp_path / "out" / "modeling_evil.py").read_text() == code
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+    assert not (tmp_path / "harmed").exists()
 
 
 @pytest.mark.parametrize("name", NUMBERS)
