@@ -63,7 +63,8 @@ def _unopened(
     source: str | Path, revision: str | None, error: BrokenCheckpointError | ModelConfigError | UnsafeCheckpointError
 ) -> Finding:
     """The finding for what stops everything else."""
-    facts = {"reason": error.message, "problems": [str(problem) for problem in error.problems]}
+    problems = [str(problem) for problem in error.problems]
+    facts = {"reason": error.message, **({"problems": problems} if problems else {})}
     if isinstance(error, UnsafeCheckpointError):
         return Finding("MZ013", facts, error.remedy)
     if isinstance(error, ModelConfigError):

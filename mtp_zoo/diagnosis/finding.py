@@ -211,7 +211,9 @@ class Finding:
 def _in_words(value: Any) -> str:
     if isinstance(value, Mapping):
         return _shortened([f"{key}: {_in_words(inner)}" for key, inner in value.items()], "; ")
-    return _shortened([str(one) for one in value], ", ") if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return _shortened([str(one) for one in value], ", ")
+    return "nothing" if value is None else str(value)
 
 
 def _shortened(parts: list[str], between: str) -> str:
