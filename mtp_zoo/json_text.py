@@ -34,7 +34,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
     if status.st_size > limit:
         raise ValueError(f"it has {status.st_size} bytes, the limit is {limit}")
     with path.open("rb") as stream:
-        return stream.read(limit)
+        return stream.read(status.st_size)
 
 
 def parse_json(raw: bytes, *, unique: bool = False) -> Any:

@@ -24,6 +24,7 @@ from mtp_zoo.demo.story import Stage, Story
 from mtp_zoo.exporter import ExportReport
 from mtp_zoo.registry import Family
 from mtp_zoo.spec import HeadSpec, PerEngine
+from mtp_zoo.publishing import PushReport
 from mtp_zoo.training.config import TrainConfig
 from mtp_zoo.training.result import TrainResult
 from tests.conformance.records import parity
@@ -169,7 +170,7 @@ def assert_same_keys(shown: Any, found: Any) -> None:
         assert_same_keys(shown[0], found[0])
 
 
-@pytest.mark.parametrize("words", [["list"], ["inspect", SHIPPED]], ids=lambda words: words[0])
+@pytest.mark.parametrize("words", [["list"], ["inspect", SHIPPED], ["verify", SHIPPED]], ids=lambda words: words[0])
 def test_the_json_of_a_command_has_the_documented_keys(words: list[str]) -> None:
     assert_same_keys(example(words[0]), json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout))
 
@@ -184,6 +185,7 @@ def test_the_json_of_a_result_has_the_documented_keys(tmp_path: Path) -> None:
     assert_same_keys(example("train"), trained.as_dict())
     for verb in ("export", "graft"):
         assert sorted(example(verb)) == sorted(field.name for field in dataclasses.fields(ExportReport))
+    assert sorted(example("push")) == sorted(field.name for field in dataclasses.fields(PushReport))
 
 
 def test_every_command_has_an_example_of_its_json() -> None:
