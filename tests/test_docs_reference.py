@@ -22,9 +22,9 @@ from mtp_zoo.blocks import BlockSource
 from mtp_zoo.cli import app
 from mtp_zoo.demo.story import Stage, Story
 from mtp_zoo.exporter import ExportReport
+from mtp_zoo.publishing import PushReport
 from mtp_zoo.registry import Family
 from mtp_zoo.spec import HeadSpec, PerEngine
-from mtp_zoo.publishing import PushReport
 from mtp_zoo.training.config import TrainConfig
 from mtp_zoo.training.result import TrainResult
 from tests.conformance.records import parity

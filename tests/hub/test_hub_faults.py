@@ -203,6 +203,25 @@ def test_what_arrived_before_a_failure_is_not_read_again(hub: LoopbackHub, repo:
 
 
 @pytest.mark.usefixtures("small_headers")
+def test_many_segments_in_parallel_over_a_bad_line_are_the_right_bytes_and_none_twice(
+    hub: LoopbackHub, repo: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtp_zoo.hub_ranges.SMALLEST_SEGMENT", 1000)
+    monkeypatch.setattr("mtp_zoo.hub_ranges.LARGEST_SEGMENT", 1000)
+    storage = locate(repo)
+    for skip in range(0, 60, 3):
+        hub.fail("GET cdn", "drop", after=300, skip=skip)
+    sizes = {file: (base / file).stat().st_size for file in (ONE, TWO, THREE)}
+    storage.fetch(ByteRange(file, 0, size) for file, size in sizes.items())
+    assert hub.pending == 0
+    for file, size in sizes.items():
+        view = bytearray(size)
+        assert storage.fill(file, 0, memoryview(view)) == size
+        assert bytes(view) == (base / file).read_bytes()
+    assert hub.sent("cdn") == sum(sizes.values())
+
+
+@pytest.mark.usefixtures("small_headers")
 def test_signed_address_is_used_again_until_it_expires(
     hub: LoopbackHub, repo: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
