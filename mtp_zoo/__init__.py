@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from mtp_zoo.head import DraftHead, DraftModule
     from mtp_zoo.journal import RollbackReport, rollback
     from mtp_zoo.keymap import KeyMap
-    from mtp_zoo.loader import LoadReport, load_head
+    from mtp_zoo.load_report import LoadReport
+    from mtp_zoo.loader import load_head
     from mtp_zoo.objective import MTPObjective, MTPOutput, step_counts
     from mtp_zoo.parallel import gather_head, shard_head
     from mtp_zoo.publishing import PushReport, push
@@ -50,7 +51,7 @@ _HOME = {
     "Finding": "diagnosis.finding",
     "HeadSpec": "spec",
     "KeyMap": "keymap",
-    "LoadReport": "loader",
+    "LoadReport": "load_report",
     "MTPObjective": "objective",
     "MTPOutput": "objective",
     "MTPStats": "stats",

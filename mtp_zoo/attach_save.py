@@ -27,7 +27,7 @@ from mtp_zoo.errors import AttachError
 from mtp_zoo.export_plan import CARD_NAME, HEAD_FILES, PROVENANCE_NAME
 from mtp_zoo.exporter import export
 from mtp_zoo.head import DraftHead
-from mtp_zoo.loader import Origin
+from mtp_zoo.load_report import Origin
 from mtp_zoo.modelconfig import ModelConfig
 from mtp_zoo.provenance import encode_record
 

@@ -13,7 +13,8 @@ import torch
 from mtp_zoo.checkpoint import CheckpointIndex
 from mtp_zoo.export_write import texts
 from mtp_zoo.exporter import Job, notices, prepare
-from mtp_zoo.loader import Origin, plan_head
+from mtp_zoo.load_report import Origin
+from mtp_zoo.loader import plan_head
 from mtp_zoo.registry import needed_by_head, resolve
 
 if TYPE_CHECKING:

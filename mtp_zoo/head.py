@@ -40,7 +40,7 @@ from mtp_zoo.site import HeadSite
 from mtp_zoo.spec import DepthPolicy, Engine, HeadSpec
 
 if TYPE_CHECKING:
-    from mtp_zoo.loader import LoadReport, Origin
+    from mtp_zoo.load_report import LoadReport, Origin
     from mtp_zoo.registry import Family
 
 

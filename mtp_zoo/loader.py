@@ -9,7 +9,6 @@ Nothing is read before the plan is whole, nothing in the head keeps an initial v
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -18,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from mtp_zoo.checkpoint import CheckpointIndex, TensorReader, stored_dtype, torch_dtype
-from mtp_zoo.copies import Comparison, compare_copies
+from mtp_zoo.copies import compare_copies
 from mtp_zoo.errors import HeadCountError, SettingsError
 from mtp_zoo.groups import GROUPS, Group
 from mtp_zoo.head import DraftHead
 from mtp_zoo.head_parts import Stored, entries_of, plan_reads, run_read
 from mtp_zoo.keymap import FLOAT_DTYPES, Binding, KeyMap, LoadPlan
+from mtp_zoo.load_report import LoadedTensor, LoadReport, Origin
 from mtp_zoo.parallel import own_rows, own_values, shard_head
 from mtp_zoo.progress import progress
 from mtp_zoo.quant_ignore import HeadModules, quantized_by
@@ -37,80 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Init: TypeAlias = Literal["checkpoint", "random"]
-
-
-@dataclass(frozen=True)
-class LoadedTensor:
-    """One native tensor that was read."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    file: str
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What `load_head` did; `print` shows it as a table.
-
-    Attributes:
-        source, family, depths: where from and what.
-        tensors: every native tensor read.
-        skipped: native names left alone, with the reason.
-        copies: of those that repeat a tensor of the target, whether they equal it.
-        initialised: head tensors that hold random values because that was asked for.
-        notices: contradictions in the checkpoint that did not stop the load.
-        bytes_read: bytes of headers and tensors that were read; with a mesh, by this rank.
-        bytes_moved: bytes that came over the network for that; those that had come before are kept on this machine.
-    """
-
-    source: str
-    family: str
-    depths: int
-    tensors: tuple[LoadedTensor, ...]
-    skipped: Mapping[str, str]
-    copies: Mapping[str, Comparison]
-    initialised: tuple[str, ...]
-    notices: tuple[str, ...]
-    bytes_read: int
-    bytes_moved: int = 0
-
-    @property
-    def head_bytes(self) -> int:
-        """Stored size of the head."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def __str__(self) -> str:
-        from mtp_zoo.tables import render_table
-
-        rows = [(t.name, t.dtype, "x".join(map(str, t.shape)), f"{t.nbytes:,}", t.file) for t in self.tensors]
-        rows += [(name, "", "", "", "random, not read") for name in self.initialised]
-        rows += [(name, "", "", "", f"skipped: {self._because(name)}") for name in self.skipped]
-        title = (
-            f"{self.family}, {self.depths} depth(s), {self.head_bytes:,} bytes of head, {self.bytes_read:,} bytes read"
-        )
-        table = render_table(title, ("tensor", "dtype", "shape", "bytes", "file"), rows, right=(2, 3))
-        return "\n".join([table, *(f"notice: {notice}" for notice in self.notices)])
-
-    def _because(self, name: str) -> str:
-        compared = self.copies.get(name)
-        return self.skipped[name] + (f"; {compared}" if compared else "")
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What an export needs to know of where the head came from.
-
-    Attributes:
-        root: directory of the checkpoint.
-        bindings: the stored layout.
-        dtypes: stored dtype (safetensors' spelling) of every head tensor, by canonical name.
-    """
-
-    root: Path
-    bindings: tuple[Binding, ...]
-    dtypes: Mapping[str, str]
 
 
 def load_head(
