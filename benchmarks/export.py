@@ -10,8 +10,8 @@ beside the base (shared files count once), and the growth of its resident set. O
 with the base; the others do not. "Goal": at most 1/7 of stitch's seconds, and 1.05 times the bytes of the head and of the
 shard that held it. Ends with 1 where one is missed. Linux only.
 
-speculators' `stitch` copies the base, then rewrites the shards that hold head tensors. Its names for the tensors of a head are
-not the checkpoint's, and its table for them is replaced by one that changes nothing: the same bytes are moved.
+`stitch` copies the base, then reads and writes anew the shards that hold head tensors. It starts from a head in speculators'
+own layout on the disk, ours from one in memory: reading 0.23 GiB is part of its time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -137,7 +138,8 @@ def main() -> int:
             print(side, file=sys.stderr, flush=True)
             out = folder / "base" / ".mtp-zoo-undo" if "in place" in side else folder / "out"
             rows.append(run(side, folder / "base", out))
-            subprocess.run(["rm", "-rf", str(folder / "out")], check=True)
+            for made in ("out", "finetuned"):
+                shutil.rmtree(folder / made, ignore_errors=True)
     report(rows, sizes, as_json=arguments.json)
     return 0 if all(judge(rows, sizes).values()) else 1
 
