@@ -38,6 +38,9 @@ LONGEST_ASKED_WAIT = 310.0
 BUSY = frozenset({408, 429, 500, 502, 503, 504})
 """Statuses that say nothing of the thing asked for."""
 
+UNUSABLE = (httpx.HTTPError, OSError, ValueError, LookupError, TypeError, AttributeError)
+"""What huggingface_hub raises for a name that can't be one, an answer that is not the Hub's, or a cache it can't write."""
+
 RETRY = "Try again; what has arrived is kept, and a rerun reads only the rest."
 
 Result = TypeVar("Result")
@@ -132,7 +135,7 @@ def again(error: Exception, act: str, source: str) -> Exception:
     """
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # huggingface_hub's way of saying that it neither reached the Hub nor has the file
-    if isinstance(error, (httpx.TransportError, TryAgain)):
+    if isinstance(error, (httpx.RequestError, TryAgain)):
         return error
     if not isinstance(error, HfHubHTTPError) or error.response.status_code not in BUSY:
         refuse(error, act, source)
@@ -165,6 +168,11 @@ def refuse(error: Exception, act: str, source: str) -> NoReturn:
         raise HubReadError(f"{act}: huggingface_hub is offline (HF_HUB_OFFLINE).", remedy=remedy) from error
     if isinstance(error, (HfHubHTTPError, LocalEntryNotFoundError)):
         raise HubReadError(f"{act}: {_reason(error)}.", remedy="See what the Hub says of the repository.") from error
+    if isinstance(error, UNUSABLE):
+        raise HubReadError(
+            f"{act}: {type(error).__name__}: {_reason(error)}.",
+            remedy="Check the name, HF_ENDPOINT and the disk of HF_HOME: the server must answer as the Hugging Face Hub does.",
+        ) from error
     raise error
 
 

@@ -134,7 +134,7 @@ class RangeReader:
                             advance(len(piece))
                             if stop.is_set():
                                 return
-                except (httpx.TransportError, TryAgain) as error:
+                except (httpx.RequestError, TryAgain) as error:
                     self._signed.pop(part.file, None)
                     patience.wait(error)
 

@@ -107,6 +107,8 @@ LASTING = [
     ("GET cdn", "gzip", {}, r"compresses a byte range"),
     ("GET hub /api/models", "reset", {}, r"Opening 'acme/tiny'"),
     ("GET hub /api/models", "status", {"status": 418}, r"Opening 'acme/tiny': the Hub answers 418"),
+    ("GET hub /api/models", "status", {"status": 200}, r"Opening 'acme/tiny': KeyError"),
+    ("hub .*config.json", "status", {"status": 200}, r"Reading config.json of 'acme/tiny': FileMetadataError"),
     ("hub .*config.json", "status", {"status": 503}, r"Reading config.json of 'acme/tiny': the Hub answers 503"),
 ]
 
