@@ -143,13 +143,16 @@ def test_a_head_behind_the_trunks_layers_is_listed_under_its_layer_and_its_engin
     assert settings_of(tmp_path / "out") == {**before, **LISTS_IN_STACK[receiver.name]}
 
 
-def test_a_quantised_lm_head_has_another_shape_and_is_no_difference(grafting: Grafting, tmp_path: Path) -> None:
-    gptq = next(one for one in RECEIVERS if one.name == "gptq")
-    renamed = {
-        n.replace("lm_head.weight", "model.layers.9.self_attn.lm_proj.weight"): t for n, t in grafting.trunk.items()
-    }
-    root = gptq.write(tmp_path / "quantised", grafting.config, renamed)
-    tensors = {n.replace("model.layers.9.self_attn.lm_proj", "lm_head"): t for n, t in stored(root).items()}
+@pytest.mark.parametrize("form", ["gptq", "modelopt-nvfp4"])
+def test_a_quantised_lm_head_has_another_name_or_shape_and_is_no_difference(
+    form: str, grafting: Grafting, tmp_path: Path
+) -> None:
+    receiver = next(one for one in RECEIVERS if one.name == form)
+    linear = "model.layers.9.self_attn.lm_proj"
+    renamed = {name.replace("lm_head", linear): tensor for name, tensor in grafting.trunk.items()}
+    root = receiver.write(tmp_path / "quantised", grafting.config, renamed)
+    tensors = {name.replace(linear, "lm_head"): tensor for name, tensor in stored(root).items()}
+    assert "lm_head.weight" not in tensors or tensors["lm_head.weight"].dtype == torch.uint8
     write_checkpoint(tmp_path / "whole", json.loads((root / "config.json").read_text()), tensors)
     mz.graft(grafting.donor, tmp_path / "whole", tmp_path / "out")
     assert same(stored(tmp_path / "out"), grafting.head, grafting.head)
