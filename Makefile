@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 CONFORMANCE := conformance/mtp_zoo_conformance/*.py,conformance/mtp_zoo_conformance/cases/*.py,conformance/mtp_zoo_conformance/reference/*.py,conformance/mtp_zoo_conformance/tiers/*.py
-HEART := mtp_zoo/keymap.py,mtp_zoo/loader.py,mtp_zoo/objective.py,mtp_zoo/losses.py,mtp_zoo/logits.py,mtp_zoo/chunked_loss.py,mtp_zoo/stats.py,mtp_zoo/batch.py,mtp_zoo/document*.py,mtp_zoo/rollout.py,mtp_zoo/chain_attention.py,mtp_zoo/prefix_attention.py,mtp_zoo/key_store.py,mtp_zoo/attach*.py,mtp_zoo/parallel.py,mtp_zoo/context_*.py,mtp_zoo/checkpoint*.py,mtp_zoo/safetensors_header.py,mtp_zoo/index_file.py,mtp_zoo/export*.py,mtp_zoo/overlay.py,mtp_zoo/site.py,mtp_zoo/copies.py,mtp_zoo/groups.py,mtp_zoo/corrections.py,mtp_zoo/fp8.py,mtp_zoo/scaling.py,mtp_zoo/quant*.py,$(CONFORMANCE)
+HEART := mtp_zoo/keymap.py,mtp_zoo/loader.py,mtp_zoo/objective.py,mtp_zoo/losses.py,mtp_zoo/logits.py,mtp_zoo/chunked_loss.py,mtp_zoo/stats.py,mtp_zoo/batch.py,mtp_zoo/document*.py,mtp_zoo/rollout.py,mtp_zoo/chain_attention.py,mtp_zoo/prefix_attention.py,mtp_zoo/key_store.py,mtp_zoo/attach*.py,mtp_zoo/parallel.py,mtp_zoo/context_*.py,mtp_zoo/checkpoint*.py,mtp_zoo/safetensors_header.py,mtp_zoo/index_file.py,mtp_zoo/storage.py,mtp_zoo/hub_*.py,mtp_zoo/export*.py,mtp_zoo/overlay.py,mtp_zoo/journal.py,mtp_zoo/graft*.py,mtp_zoo/vocabulary.py,mtp_zoo/containment.py,mtp_zoo/json_text.py,mtp_zoo/cache_tree.py,mtp_zoo/head_parts.py,mtp_zoo/diagnosis/*.py,mtp_zoo/verification.py,mtp_zoo/provenance.py,mtp_zoo/card.py,mtp_zoo/publishing.py,mtp_zoo/sharded_*.py,mtp_zoo/site.py,mtp_zoo/copies.py,mtp_zoo/groups.py,mtp_zoo/corrections.py,mtp_zoo/fp8.py,mtp_zoo/scaling.py,mtp_zoo/quant*.py,$(CONFORMANCE)
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -47,6 +47,9 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/step_growth.py
 	$(BIN)/python benchmarks/step_vs_speculators.py --install
 	$(BIN)/python benchmarks/step_vs_speculators.py
+	$(BIN)/python benchmarks/export.py
+	$(BIN)/python benchmarks/dry_run.py
+	$(BIN)/python benchmarks/doctor_names.py
 	$(BIN)/python benchmarks/fp8_error.py
 	$(BIN)/python benchmarks/demo_seeds.py
 
