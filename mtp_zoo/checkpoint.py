@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -146,7 +147,7 @@ class CheckpointIndex:
             remedy=f"Run `hf download {self.source}{at}` first.",
         )
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """Every tensor name that a readable file holds or the index lists: what the checkpoint means to hold."""
         return frozenset(self.entries) | frozenset(self.weight_map)

@@ -84,6 +84,11 @@ class Subject:
         return {*self.index.entries, *self.lost} if self.lost else self.index.entries.keys()
 
     @cached_property
+    def inside(self) -> tuple[str, ...]:
+        """Of these, the names in the head's scope, sorted."""
+        return tuple(sorted(filter(self.site.in_scope, self.meant))) if self.site else ()
+
+    @cached_property
     def family(self) -> Family | MTPZooError:
         """The family, or why it can't be told."""
         try:
@@ -104,7 +109,8 @@ class Subject:
         site = self.site
         if site is None or not self.has_head:
             return ()
-        return tuple(entry for _, entry in sorted(one for one in self.index.entries.items() if site.in_scope(one[0])))
+        entries = self.index.entries
+        return tuple(entries[name] for name in self.inside if name in entries)
 
     @cached_property
     def has_head(self) -> bool:
@@ -113,15 +119,13 @@ class Subject:
         if site is None:
             return False
         if site.family.in_stack:
-            return bool(fused_layers(site.family, self.meant))
-        return any(map(site.in_scope, self.meant))
+            return bool(fused_layers(site.family, self.inside))
+        return bool(self.inside)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """0-based numbers of the depths that have a block tensor on disk or in a file that can't be read."""
-        return (
-            () if self.site is None else tuple(sorted(self.site.depth_numbers(filter(self.site.in_scope, self.meant))))
-        )
+        return () if self.site is None else tuple(sorted(self.site.depth_numbers(self.inside)))
 
     @cached_property
     def holders(self) -> Mapping[str, tuple[TensorEntry, ...]]:
