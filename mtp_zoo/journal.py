@@ -23,10 +23,14 @@ from typing import Any, Literal
 
 from mtp_zoo.errors import BrokenCheckpointError, ExportError, RollbackError
 from mtp_zoo.index_file import INDEX_NAME
+from mtp_zoo.json_text import parse_object, read_bounded
 from mtp_zoo.overlay import files_below, pieces, sync
 
 UPDATE, UNDO = ".mtp-zoo-update", ".mtp-zoo-undo"
 JOURNAL = "journal.json"
+JOURNAL_LIMIT = 1 << 24
+"""Longest journal in bytes; it holds file names."""
+
 GUARDS = (INDEX_NAME, "config.json")
 """Files without which nothing reads a directory as a checkpoint."""
 
@@ -219,14 +223,21 @@ def _write_journal(
 
 def _read_journal(folder: Path) -> dict[str, Any]:
     try:
-        content = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
+        content = parse_object(read_bounded(folder / JOURNAL, JOURNAL_LIMIT))
         names = [*content["replaced"], *content["added"], *content["written"]]
-        safe = all(isinstance(name, str) and not os.path.isabs(name) and ".." not in Path(name).parts for name in names)
-        if content["format"] == 1 and safe:
+        if content["format"] == 1 and all(_is_inside(folder, name) for name in names):
             return content
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _unreadable(folder) from error
     raise _unreadable(folder)
+
+
+def _is_inside(folder: Path, name: Any) -> bool:
+    """Whether both places of a file lie in the directory: a journal that came with a checkpoint could name any other."""
+    if not isinstance(name, str) or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
+        return False
+    root = folder.parent.resolve()
+    return all((place / name).parent.resolve().is_relative_to(root) for place in (root, folder / "old"))
 
 
 def _unreadable(folder: Path) -> RollbackError:

@@ -14,8 +14,9 @@ import pytest
 
 import mtp_zoo as mz
 from mtp_zoo.cli import main
-from mtp_zoo.errors import MTPZooError
+from mtp_zoo.errors import MTPZooError, RollbackError
 from mtp_zoo.inspection import inspect
+from mtp_zoo.journal import UPDATE
 from tests.hostile import CORPUS, NUMBERS, good_checkpoint
 
 ENTRY_POINTS: dict[str, Callable[[Path], object]] = {
@@ -114,6 +115,35 @@ def test_what_reports_tells_what_is_wrong(tmp_path: Path, name: str) -> None:
         assert re.search(CORPUS[name].says, told, re.DOTALL), (entry, told)
         assert run([entry, str(root)]) == code
         assert state(root) == before, entry
+
+
+@pytest.mark.parametrize(
+    ("journal", "link"),
+    [
+        ({"added": ["linked/file"]}, "linked"),
+        ({"replaced": ["file"]}, ".mtp-zoo-update/old"),
+        ({"added": ["../elsewhere/file"]}, None),
+        ({"added": ["a\0b"]}, None),
+        ({"added": [{}]}, None),
+    ],
+)
+def test_a_journal_that_comes_with_a_checkpoint_moves_nothing_outside(
+    tmp_path: Path, journal: dict[str, Any], link: str | None
+) -> None:
+    """`rollback`, and the next update in place, would remove what was added and move what was replaced."""
+    root = good_checkpoint(tmp_path / "base")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("mine")
+    (root / UPDATE).mkdir()
+    if link:
+        os.symlink(tmp_path / "elsewhere", root / link)
+    content = {"format": 1, "replaced": [], "added": [], "written": {}, **journal}
+    (root / UPDATE / "journal.json").write_text(json.dumps(content))
+    head, before = mz.load_head(good_checkpoint(tmp_path / "good")), state(root)
+    for call in (lambda: mz.rollback(root), lambda: mz.export(head, root, in_place=True)):
+        with pytest.raises(RollbackError, match="not what an update in place writes"):
+            call()
+        assert state(root) == before
 
 
 def run(arguments: list[str]) -> int:
