@@ -25,7 +25,7 @@ from mtp_zoo.hub_storage import HubStorage
 from mtp_zoo.index_file import INDEX_NAME
 from mtp_zoo.inspection import inspect
 from mtp_zoo.registry import needed_by_head
-from mtp_zoo.storage import LocalStorage
+from mtp_zoo.storage import ByteRange, LocalStorage
 from tests.exporting import CONFIG, FC, HEAD, TENSORS, THREE, TRUNK, TWO, make_base
 from tests.hub.loopback import LoopbackHub
 from tests.tiny import write_checkpoint
@@ -262,6 +262,7 @@ def test_snapshot_with_all_weights_is_a_directory(hub: LoopbackHub, repo: str) -
     partly = CheckpointIndex.open(repo)
     assert isinstance(partly.storage, HubStorage)
     assert set(partly.entries) == set(TENSORS)
+    partly.storage.fetch([ByteRange(TWO, 0, 10)])
     assert not asked_for(hub, TWO), "a file that is here is read here"
 
 
