@@ -37,9 +37,7 @@ def main() -> None:
         doctor(root)
         seconds = min(timed(root) for _ in range(3))
         began = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-c", COMMAND, "doctor", root, "--json"], check=True, stdout=subprocess.DEVNULL
-        )
+        subprocess.run([sys.executable, "-c", COMMAND, "doctor", root, "--json"], check=True, stdout=subprocess.DEVNULL)
         whole = time.perf_counter() - began
     print(
         f"{arguments.names:,} names in {arguments.shards} shards: doctor {seconds:.2f} s, the whole command {whole:.2f} s"

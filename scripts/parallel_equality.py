@@ -2,6 +2,7 @@
 
 python scripts/parallel_equality.py           # a table; two processes over gloo, FP32, under two minutes
 python scripts/parallel_equality.py --json    # the same, for programs
+python scripts/parallel_equality.py --first   # one row of each way to share
 
 Each row is one AdamW step of the head that ships with the package, three depths unrolled, on batches whose ranks hold unequal
 numbers of slots. Figures are the largest difference of any entry, as a share of the largest entry: of the loss, of the
@@ -17,7 +18,7 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -64,8 +65,10 @@ def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.add_argument("--first", action="store_true", help="the first row of each way to share the work")
     arguments = parser.parse_args()
-    rows = equality()
+    firsts = list({step.wrap: step for step in reversed(STEPS)}.values())[::-1]
+    rows = equality(firsts if arguments.first else STEPS)
     if arguments.json:
         print(json.dumps(rows, indent=2))
     else:
@@ -76,20 +79,24 @@ def main() -> int:
     return int(any(row[name] > LIMIT for row in rows for name in ("loss", "gradients", "weights")))
 
 
-def equality() -> list[dict[str, Any]]:
+def labels(step: Step) -> tuple[str, str, str]:
+    """What the table calls a step."""
+    ranks = step.wrap if step.wrap in ("DDP", "FSDP2") else f"context, {step.wrap}"
+    return ranks, "one block, recycled" if step.blocks == 1 else f"{step.blocks} blocks", step.batch
+
+
+def equality(steps: Sequence[Step] = STEPS) -> list[dict[str, Any]]:
     """One entry a step."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, args=(folder,), nprocs=RANKS)
+        torch.multiprocessing.spawn(_rank, args=(folder, steps), nprocs=RANKS)
         ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(RANKS)]
     rows: list[dict[str, Any]] = []
-    for step, *found in zip(STEPS, *ranks, strict=True):
+    for step, *found in zip(steps, *ranks, strict=True):
         one = run(step, None)
         loss = sum(float(each["loss"]) for each in found)
         rows.append(
             {
-                "ranks": step.wrap if step.wrap in ("DDP", "FSDP2") else f"context, {step.wrap}",
-                "head": "one block, recycled" if step.blocks == 1 else f"{step.blocks} blocks",
-                "batch": step.batch,
+                **dict(zip(("ranks", "head", "batch"), labels(step), strict=True)),
                 "loss": abs(loss - float(one["loss"])) / float(one["loss"]),
                 "gradients": max(_distance(each["gradients"], one["gradients"]) for each in found),
                 "weights": max(_distance(each["weights"], one["weights"]) for each in found),
@@ -98,10 +105,10 @@ def equality() -> list[dict[str, Any]]:
     return rows
 
 
-def _rank(rank: int, folder: str) -> None:
+def _rank(rank: int, folder: str, steps: Sequence[Step]) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    torch.save([run(step, rank) for step in STEPS], f"{folder}/{rank}.pt")
+    torch.save([run(step, rank) for step in steps], f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
