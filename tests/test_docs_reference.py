@@ -21,6 +21,7 @@ from mtp_zoo.acceptance import AcceptanceReport, PromptResult
 from mtp_zoo.blocks import BlockSource
 from mtp_zoo.cli import app
 from mtp_zoo.demo.story import Stage, Story
+from mtp_zoo.diagnosis.finding import Diagnosis, Finding
 from mtp_zoo.exporter import ExportReport
 from mtp_zoo.publishing import PushReport
 from mtp_zoo.registry import Family
@@ -185,6 +186,8 @@ def test_the_json_of_a_result_has_the_documented_keys(tmp_path: Path) -> None:
     assert_same_keys(example("train"), trained.as_dict())
     for verb in ("export", "graft"):
         assert sorted(example(verb)) == sorted(field.name for field in dataclasses.fields(ExportReport))
+    finding = Finding("MZ201", {"tensors": {"mtp.fc.weight": ""}})
+    assert_same_keys(example("doctor"), Diagnosis("model", (finding,)).as_dict())
     assert sorted(example("push")) == sorted(field.name for field in dataclasses.fields(PushReport))
 
 
