@@ -238,13 +238,13 @@ class TensorReader:
 
     def raw(
         self, entry: TensorEntry, chunk: int = 1 << 22, *, start: int = 0, stop: int | None = None
-    ) -> Iterator[bytes]:
+    ) -> Iterator[bytearray]:
         """The tensor's bytes, from `start` up to `stop` (its end), in pieces of at most `chunk`."""
         end = entry.nbytes if stop is None else stop
         for offset in range(start, end, chunk):
             piece = bytearray(min(chunk, end - offset))
             self._fill(entry, offset, memoryview(piece))
-            yield bytes(piece)
+            yield piece
 
     def fetch(self, entries: Iterable[TensorEntry]) -> None:
         """Announce what will be read whole, so that a checkpoint on the Hub gives it in few, parallel requests."""

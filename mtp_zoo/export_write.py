@@ -16,7 +16,7 @@ from mtp_zoo.export_plan import CARD_NAME, PROVENANCE_NAME, ExportPlan, ShardPla
 from mtp_zoo.index_file import encode_index
 from mtp_zoo.keymap import native_tensors
 from mtp_zoo.modelconfig import ModelConfig
-from mtp_zoo.overlay import Overlay
+from mtp_zoo.overlay import Overlay, Piece
 from mtp_zoo.provenance import encode_record, provenance
 from mtp_zoo.quantized_tensors import encoded_like
 
@@ -58,7 +58,7 @@ def write_files(
     return written
 
 
-def _shorter(shard: ShardPlan, reader: TensorReader) -> Iterator[bytes]:
+def _shorter(shard: ShardPlan, reader: TensorReader) -> Iterator[Piece]:
     yield shard.header
     for entry in shard.entries:
         yield from reader.raw(entry)
@@ -66,7 +66,7 @@ def _shorter(shard: ShardPlan, reader: TensorReader) -> Iterator[bytes]:
 
 def _head_bytes(
     plan: ExportPlan, stored: Iterator[tuple[str, torch.Tensor]], digests: dict[str, str]
-) -> Iterator[bytes | memoryview]:
+) -> Iterator[Piece]:
     yield plan.head_header
     for name, value in stored:
         raw = value.reshape(-1).view(torch.uint8).numpy().data

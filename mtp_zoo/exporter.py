@@ -234,8 +234,11 @@ def _write(job: Job, head: DraftHead, weights: Mapping[str, torch.Tensor]) -> Ex
     plan, index = job.plan, job.index
     place = updating(job.out, job.gone) if job.in_place else staging(job.out)
     try:
-        with place as partial, progress_bytes("Writing the checkpoint", total=_bytes(plan)) as advance:
-            overlay = Overlay(partial, link=not job.copy, advance=advance)
+        with (
+            place as partial,
+            progress_bytes("Writing the checkpoint", total=_bytes(plan)) as advance,
+            Overlay(partial, link=not job.copy, advance=advance) as overlay,
+        ):
             written = write_files(overlay, plan, weights, index, others=not job.in_place)
             write_texts(overlay, index.config, texts(plan, head, index.config, written.digests, job.facts))
             check_output(partial, plan, index, job.site, head.num_depths, written.digests, overlay.shared)

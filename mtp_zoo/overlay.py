@@ -11,8 +11,11 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from io import BufferedWriter
 from pathlib import Path
+from typing import TypeAlias
 
 from mtp_zoo.errors import ExportError, OutputExistsError
 
@@ -27,6 +30,12 @@ NO_CLONE = (*NO_LINK, errno.ENOTTY, errno.EINVAL, errno.EOPNOTSUPP)
 
 CHUNK = 1 << 22
 """Bytes that are copied at a time."""
+
+FLUSH_EVERY = 1 << 26
+"""Bytes of a file after which they are sent to the disk, while further ones are made."""
+
+Piece: TypeAlias = bytes | bytearray | memoryview
+"""What files are written from."""
 
 
 @contextmanager
@@ -105,15 +114,14 @@ def refuse_existing(out: Path) -> None:
 
 def sync(path: Path) -> None:
     """Flush a file or directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync_and_close(os.open(path, os.O_RDONLY))
 
 
 class Overlay:
     """Fills a staging directory and counts what that costs.
+
+    As a context manager it brings large files to the disk beside other work, and waits for them where the block ends; without,
+    each file is on the disk when the call returns.
 
     Args:
         root: the staging directory.
@@ -134,6 +142,18 @@ class Overlay:
         self.bytes_written = 0
         self._link = link
         self._advance = advance
+        self._flusher: ThreadPoolExecutor | None = None
+        self._flushes: list[Future[None]] = []
+
+    def __enter__(self) -> Overlay:
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="flush")
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._flusher is not None:
+            self._flusher.shutdown()
+        for flush in self._flushes if kind is None else ():
+            flush.result()
 
     def link(self, source: Path, name: str) -> None:
         """Hard-link `source`; clone it where that is not possible, copy it where neither is or sharing is not wanted."""
@@ -155,30 +175,50 @@ class Overlay:
         sync(place)
         self.copied += 1
 
-    def rewrite(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+    def rewrite(self, name: str, pieces: Iterable[Piece]) -> None:
         """Write what is left of a source file."""
         self._write(name, pieces)
         self.rewritten += 1
 
-    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+    def write(self, name: str, pieces: Iterable[Piece]) -> None:
         """Write a new file."""
         self._write(name, pieces)
         self.written += 1
 
-    def _write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+    def _write(self, name: str, pieces: Iterable[Piece]) -> None:
+        behind = 0
         with self._place(name).open("xb") as stream:
             for piece in pieces:
                 stream.write(piece)
+                behind += len(piece)
                 self.bytes_written += len(piece)
                 self._advance(len(piece))
                 del piece  # let go of a tensor before the next is made
-            stream.flush()
-            os.fsync(stream.fileno())
+                if self._flusher is not None and behind >= FLUSH_EVERY:
+                    self._flush(stream, self._flusher)
+                    behind = 0
+            if self._flusher is not None and stream.tell() >= FLUSH_EVERY:
+                self._flush(stream, self._flusher)
+            else:
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    def _flush(self, stream: BufferedWriter, flusher: ThreadPoolExecutor) -> None:
+        """Have what was written so far brought to the disk, and go on."""
+        stream.flush()
+        self._flushes.append(flusher.submit(_sync_and_close, os.dup(stream.fileno())))
 
     def _place(self, name: str) -> Path:
         place = self.root / name
         place.parent.mkdir(parents=True, exist_ok=True)
         return place
+
+
+def _sync_and_close(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _try_link(source: Path, place: Path) -> bool:

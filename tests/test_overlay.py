@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,42 @@ def test_clone_that_finds_no_space_is_an_error(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="No space"):
         Overlay(tmp_path / "out", link=True).link(tmp_path / "source", "a")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_large_files_reach_the_disk_beside_other_work_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[bool, int]] = []
+
+    def fsync(descriptor: int) -> None:
+        flushed.append((threading.current_thread() is threading.main_thread(), os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr("mtp_zoo.overlay.FLUSH_EVERY", 20)
+    monkeypatch.setattr("mtp_zoo.overlay.os.fsync", fsync)
+    with Overlay(tmp_path / "out", link=True) as overlay:
+        overlay.write("large", [b"x" * 10] * 5)
+        overlay.write("small", [b"x" * 10])
+    in_line = [size for main, size in flushed if main]
+    beside = [size for main, size in flushed if not main]
+    assert in_line == [10]
+    assert len(beside) == 3  # behind 20 and 40 bytes, and at the end
+    assert beside[-1] == 50
+
+
+def test_failure_of_a_disk_beside_other_work_is_the_export_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    base = make_base(tmp_path / "base")
+    before = snapshot(base)
+    head = load_head(base)
+    monkeypatch.setattr("mtp_zoo.overlay.FLUSH_EVERY", 20)
+    monkeypatch.setattr("mtp_zoo.overlay.os.fsync", full)
+    with pytest.raises(ExportError, match="No space left"):
+        export(head, base, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [base]
+    assert snapshot(base) == before
 
 
 def test_folders_made_for_an_output_that_fails_are_removed(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from mtp_zoo.errors import BrokenCheckpointError, ExportError, ModelConfigError,
 from mtp_zoo.index_file import encode_index
 from mtp_zoo.journal import owned, updating
 from mtp_zoo.modelconfig import ModelConfig
-from mtp_zoo.overlay import Overlay
+from mtp_zoo.overlay import Overlay, Piece
 from mtp_zoo.quant_ignore import quantized_by
 from mtp_zoo.quant_patch import plan_patch
 from mtp_zoo.quantization import quantization_settings
@@ -99,7 +99,7 @@ def _write(new: Path, mending: Mending, root: Path) -> None:
         overlay.write(name, [text.encode()])
 
 
-def _shard(root: Path, file: str, entries: Collection[TensorEntry], reader: TensorReader) -> Iterator[bytes]:
+def _shard(root: Path, file: str, entries: Collection[TensorEntry], reader: TensorReader) -> Iterator[Piece]:
     metadata = read_header(root, file).metadata
     yield encode_header(((e.name, e.dtype, e.shape, e.nbytes) for e in entries), metadata)
     for entry in entries:
