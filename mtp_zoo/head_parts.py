@@ -11,7 +11,6 @@ reads those whose number is among its rows, and nothing of the others.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -176,4 +175,4 @@ def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
         return entry
     size = entry.nbytes // entry.shape[0]
     shape = (stop - start, *entry.shape[1:])
-    return dataclasses.replace(entry, shape=shape, start=entry.start + start * size, end=entry.start + stop * size)
+    return entry._replace(shape=shape, start=entry.start + start * size, end=entry.start + stop * size)

@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from mtp_zoo.errors import BrokenCheckpointError, UnsafeCheckpointError, UnsupportedQuantizationError
 from mtp_zoo.json_text import parse_object, refuse_controls
@@ -90,9 +90,8 @@ def stored_dtype(dtype: torch.dtype) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where one stored tensor is.
+class TensorEntry(NamedTuple):
+    """Where one stored tensor is. A tuple, since a checkpoint can have a hundred thousand.
 
     Attributes:
         name: as stored.
