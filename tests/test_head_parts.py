@@ -210,7 +210,7 @@ def test_rows_that_share_a_block_are_read_once() -> None:
     """Two head tensors out of one stored one, whose rows on this rank lie in neighbouring blocks."""
     binding = bound(Split("gate_up", ("gate", "up")))
     stored = dataclasses.replace(fp8((6, 4), (2, 1), Scheme("block", (4, 4))))
-    stored = stored._replace(weight=dataclasses.replace(stored.weight, name="gate_up"))
+    stored = dataclasses.replace(stored, weight=stored.weight._replace(name="gate_up"))
     (read,) = plan_reads(binding, {"gate_up": stored}, {"gate": range(2, 4), "up": range(1, 2)})
     assert read.stored == stored
     assert [(m.native_index, m.head, m.head_index) for m in read.moves] == [
