@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,8 +124,7 @@ def head_on_meta(source: str | Path | CheckpointIndex, *, revision: str | None =
         see `load_head`.
     """
     opened = isinstance(source, CheckpointIndex)
-    need = partial(needed_by_head, family=None)
-    index = source if opened else CheckpointIndex.open(source, revision=revision, need=need)
+    index = source if opened else CheckpointIndex.open(source, revision=revision, need=needed_by_head)
     head, plan, _ = plan_head(index, resolve(index.names, index.config))
     dtypes = {name: plan.dtypes[next(iter(binding.natives))] for binding in plan.bindings for name in binding.heads}
     head.origin = Origin(index.root, plan.bindings, dtypes)
