@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mtp_zoo.checkpoint_faults import REMEDIES, Fault, find_faults
 from mtp_zoo.checkpoint_source import locate
@@ -57,6 +57,7 @@ class CheckpointIndex:
         faults: what is wrong, fatal or not; see `require`, `check` and `verify`.
         files: weight files on disk, readable or not, sorted: those at the top of the directory and those listed.
         weight_map: tensor name -> file, as the index file says; empty where there is none.
+        metadata: what the index file says besides.
         listed: whether there is an index file.
         unread: files whose headers were left unread because they hold nothing that was needed.
         header_bytes: bytes of headers and index that were read to make this view.
@@ -70,6 +71,7 @@ class CheckpointIndex:
     faults: tuple[Fault, ...]
     files: tuple[str, ...]
     weight_map: Mapping[str, str]
+    metadata: Mapping[str, Any]
     listed: bool
     unread: frozenset[str]
     header_bytes: int
@@ -96,7 +98,7 @@ class CheckpointIndex:
         storage = locate(source, revision)
         refuse_half_updated(storage.root)
         on_disk = storage.weight_files()
-        index_size, weight_map = read_index(storage.root)
+        index_size, weight_map, metadata = read_index(storage.root)
         if not on_disk and weight_map is None:
             raise _no_weights(str(source), storage)
         candidates = sorted(on_disk | set((weight_map or {}).values()))
@@ -118,6 +120,7 @@ class CheckpointIndex:
             faults=faults,
             files=files,
             weight_map=weight_map or {},
+            metadata=metadata,
             listed=weight_map is not None,
             unread=frozenset(files).difference(wanted),
             header_bytes=index_size + sum(header.nbytes for header in headers.values()),
@@ -150,7 +153,7 @@ class CheckpointIndex:
     @cached_property
     def names(self) -> frozenset[str]:
         """Every tensor name that a readable file holds or the index lists: what the checkpoint means to hold."""
-        return frozenset(self.entries) | frozenset(self.weight_map)
+        return frozenset(self.entries).union(self.weight_map)
 
     def require(self, names: Iterable[str]) -> list[TensorEntry]:
         """The entries of `names`, in that order.

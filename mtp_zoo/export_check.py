@@ -106,7 +106,7 @@ def _same(ours: TensorReader, copied: TensorEntry, theirs: TensorReader, entry: 
 
 def _depths(written: CheckpointIndex, site: HeadSite, depths: int) -> Iterator[str]:
     field = site.family.count_field
-    found = site.depths_on_disk(filter(site.in_scope, written.entries))
+    found = site.depths_on_disk(site.inside(written.entries))
     declared = written.config.count(field) if field else found
     if not declared == found == depths:
         yield f"config.json declares {declared} depths, the files hold {found}, the head has {depths}"

@@ -218,7 +218,7 @@ def prepare(
     check_export(index, out, head.family, dtype=dtype)
     site = find_site(head.family, index.names, index.config)
     _refuse_misfit(head, site, index)
-    bindings = key_map(head, site).layout(filter(site.in_scope, index.entries), like=head.origin.bindings)
+    bindings = key_map(head, site).layout(site.inside(index.entries), like=head.origin.bindings)
     facts = {
         "base": {"source": index.source, "path": str(index.root.absolute()), "revision": index.revision},
         "training": training,

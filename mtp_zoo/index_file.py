@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from mtp_zoo.errors import BrokenCheckpointError, UnsafeCheckpointError
 from mtp_zoo.json_text import CONTROLS, parse_object, read_bounded, refuse_controls
@@ -25,8 +25,22 @@ CONVERT_PICKLES = (
 )
 
 
-def read_index(root: Path) -> tuple[int, dict[str, str] | None]:
-    """Size in bytes and weight_map (tensor name -> relative path) of the index in `root`; (0, None) if there is none.
+class Listing(NamedTuple):
+    """What an index file says.
+
+    Attributes:
+        nbytes: its size.
+        weight_map: tensor name -> relative path, normalised; None where there is no index.
+        metadata: what it says besides; `total_size`, for example.
+    """
+
+    nbytes: int
+    weight_map: dict[str, str] | None
+    metadata: Mapping[str, Any]
+
+
+def read_index(root: Path) -> Listing:
+    """The index in `root`.
 
     Raises:
         BrokenCheckpointError: it is no JSON object with a weight_map of unique names.
@@ -34,12 +48,13 @@ def read_index(root: Path) -> tuple[int, dict[str, str] | None]:
     """
     path = root / INDEX_NAME
     if not path.exists() and not path.is_symlink():
-        return 0, None
+        return Listing(0, None, {})
     try:
         raw = read_bounded(path, INDEX_LIMIT)
         if raw.startswith(LFS_POINTER):
             raise _unreadable(root, "a git-lfs pointer, not the file that it points to (`git lfs pull` gets it)")
-        weight_map = parse_object(raw, unique=True).get("weight_map")
+        content = parse_object(raw, unique=True)
+        weight_map = content.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError("it holds no 'weight_map'")
         refuse_controls(cast("dict[str, Any]", weight_map))
@@ -51,7 +66,9 @@ def read_index(root: Path) -> tuple[int, dict[str, str] | None]:
             raise _unreadable(root, f"the file of '{name}' is {file!r}, not a name")
         if file not in places:
             places[file] = _inside(root, name, file)
-    return len(raw), {name: places[file] for name, file in cast("dict[str, str]", weight_map).items()}
+    found = {name: places[file] for name, file in cast("dict[str, str]", weight_map).items()}
+    metadata = content.get("metadata")
+    return Listing(len(raw), found, cast("dict[str, Any]", metadata) if isinstance(metadata, dict) else {})
 
 
 def encode_index(weight_map: Mapping[str, str], metadata: Mapping[str, object]) -> str:

@@ -100,7 +100,7 @@ def inspect(source: str | Path, *, copies: bool = False, revision: str | None = 
     except MTPZooError as error:
         notes = [error.message, *map(str, error.problems)]
     site = likely_site(family, index.names, index.config) if family else None
-    scoped = [entry for name, entry in sorted(index.entries.items()) if site and site.in_scope(name)]
+    scoped = [index.entries[name] for name in sorted(site.inside(index.entries))] if site else []
     shared, missing = _shared(index, family) if family else ({}, [])
     compared = _compared(index, site) if site and copies else {}
     problems += [*missing, *(resolution.notices if resolution else ()), *remarks]
@@ -131,7 +131,7 @@ def _plan(index: CheckpointIndex, resolution: Resolution) -> list[str]:
 def _compared(index: CheckpointIndex, site: HeadSite) -> dict[str, Comparison]:
     from mtp_zoo.copies import compare_copies
 
-    scoped = [name for name in sorted(index.entries) if site.in_scope(name)]
+    scoped = sorted(site.inside(index.entries))
     return compare_copies(index, site, scoped, TensorReader(index), whole=True)
 
 

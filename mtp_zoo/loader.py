@@ -224,7 +224,7 @@ def _stored_head(
 
 
 def _notices(index: CheckpointIndex, site: HeadSite) -> list[str]:
-    return [str(fault) for fault in index.faults if any(site.in_scope(name) for name in fault.tensors)]
+    return [str(fault) for fault in index.faults if site.inside(fault.tensors)]
 
 
 def _allocate(
@@ -297,7 +297,7 @@ def _new_head(
     bindings = key_map(head).layout()
     stored = _trunk_dtype(index)
     head.to(device=device, dtype=dtype or torch_dtype(stored))
-    ignored = [name for name in index.entries if site.in_scope(name)]
+    ignored = site.inside(index.entries)
     head.report = LoadReport(
         source=index.source,
         family=family.name,

@@ -11,8 +11,9 @@ is not quantised, whatever the config says of the rest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 from mtp_zoo.errors import ModelConfigError, ScaleMismatchError, UnsupportedQuantizationError
@@ -91,7 +92,8 @@ def pair(entries: Iterable[TensorEntry], config: ModelConfig, what: str) -> Pair
     by_name = {entry.name: entry for entry in entries}
     parts = [entry for entry in by_name.values() if entry.dtype == FP8 and scaled_name(entry.name) not in by_name]
     scales = {name: entry for entry in by_name.values() if (name := _scaled(entry.name, by_name))}
-    schemes = {entry.name: scheme for entry in parts if (scheme := scheme_of(entry.name, config))}
+    scheme_of = schemes_of(config)
+    schemes = {entry.name: scheme for entry in parts if (scheme := scheme_of(entry.name))}
     known = {*schemes, *(entry.name for entry in scales.values())}
     if any(entry.dtype not in FLOAT_DTYPES and name not in known for name, entry in by_name.items()):
         refuse_quantized(by_name.values(), config, what)
@@ -159,20 +161,25 @@ def quantization_settings(config: ModelConfig) -> Mapping[str, Any]:
     return {}
 
 
-def scheme_of(name: str, config: ModelConfig) -> Scheme | None:
-    """How an FP8 tensor of that name is scaled, by the config; None where the config describes no form that can be read.
+def schemes_of(config: ModelConfig) -> Callable[[str], Scheme | None]:
+    """How an FP8 tensor of some name is scaled, by the config; None where the config describes no form that can be read.
 
-    Raises:
-        ModelConfigError: see `pair`.
+    Returns:
+        a function of the tensor's name; raises ModelConfigError as `pair` does.
     """
     settings = quantization_settings(config)
     method = settings.get("quant_method")
     if method == "fp8":
-        size = settings.get("weight_block_size")
-        return Scheme("tensor") if size is None else Scheme("block", _block(size, "weight_block_size", config))
+        scheme = cache(lambda: _fp8_scheme(settings, config))
+        return lambda _: scheme()
     if method == "compressed-tensors":
-        return _compressed_scheme(name.removesuffix(".weight"), settings, config)
-    return None
+        return lambda name: _compressed_scheme(name.removesuffix(".weight"), settings, config)
+    return lambda _: None
+
+
+def _fp8_scheme(settings: Mapping[str, Any], config: ModelConfig) -> Scheme:
+    size = settings.get("weight_block_size")
+    return Scheme("tensor") if size is None else Scheme("block", _block(size, "weight_block_size", config))
 
 
 def _compressed_scheme(module: str, settings: Mapping[str, Any], config: ModelConfig) -> Scheme | None:

@@ -204,7 +204,7 @@ def resolve(names: Iterable[str], config: ModelConfig, *, family: Family | None 
     names = tuple(names)
     family = family or resolve_family(names, config)
     site = likely_site(family, names, config)
-    scoped = tuple(sorted(filter(site.in_scope, names)))
+    scoped = tuple(sorted(site.inside(names)))
     if not scoped or (family.in_stack and not fused_layers(family, scoped)):
         raise _no_head(family, names, config)
     site = find_site(family, names, config)
@@ -255,7 +255,7 @@ def needed_by_head(
 
 def _fits(family: Family, names: tuple[str, ...], config: ModelConfig) -> bool:
     site = likely_site(family, names, config)
-    scoped = [name for name in names if site.in_scope(name)]
+    scoped = site.inside(names)
     return bool(scoped) and all(family.claims(name) for name in scoped)
 
 

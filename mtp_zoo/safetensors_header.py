@@ -12,7 +12,7 @@ import json
 import math
 import stat
 import struct
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,9 @@ HEADER_LIMIT = 100_000_000
 """Largest header in bytes that the safetensors library reads; a longer one is refused before it is allocated."""
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LARGEST = 2**63
+"""Sizes and offsets are below it."""
+
 MAX_AXES = 64
 """Most axes that a torch tensor can have; bounds the work that a hostile shape can ask for."""
 
@@ -191,7 +194,7 @@ def decode_header(raw: bytes, file: str, size: int) -> Header:
     table = _parse(raw, file)
     metadata = _metadata(table.pop("__metadata__", {}), file)
     base = 8 + len(raw)
-    entries = sorted((_entry(name, row, file, base) for name, row in table.items()), key=lambda e: (e.start, e.end))
+    entries = sorted(_entries(table, file, base), key=lambda e: (e.start, e.end))
     _check_layout(entries, file, base, size)
     return Header(tuple(entries), metadata, base, _digest(raw))
 
@@ -242,22 +245,43 @@ def _metadata(value: object, file: str) -> dict[str, str]:
     return cast("dict[str, str]", value)
 
 
-def _entry(name: str, row: Any, file: str, base: int) -> TensorEntry:
-    try:
-        dtype, shape, (start, end) = row["dtype"], row["shape"], row["data_offsets"]
-        numbers = [*shape, start, end]
-    except (TypeError, KeyError, ValueError) as error:
-        raise _broken(file, f"the header's row of '{name}' is not a dtype, a shape and two offsets") from error
-    if type(shape) is not list or len(shape) > MAX_AXES or {*map(type, numbers)} != {int}:
-        raise _broken(file, f"the header's row of '{name}' is not a dtype, a shape and two offsets")
-    if min(numbers) < 0 or max(numbers) >= 2**63:
-        raise _broken(file, f"the header's row of '{name}' holds an impossible size: {numbers}")
-    if type(dtype) is not str or dtype not in DTYPES:
-        raise _broken(file, f"'{name}' has the unknown dtype {dtype!r}")
-    bits = DTYPES[dtype][0] * math.prod(shape)
-    if bits != 8 * (end - start):
-        raise _broken(file, f"'{name}' ({dtype} {shape}) needs {-(-bits // 8)} bytes, its range holds {end - start}")
-    return TensorEntry(name, dtype, tuple(shape), file, base + start, base + end)
+def _entries(table: Mapping[str, Any], file: str, base: int) -> Iterator[TensorEntry]:
+    forms: dict[tuple[Any, ...], tuple[tuple[int, ...], int]] = {}  # few in a large file: each is checked once
+    for name, row in table.items():
+        try:
+            dtype, shape, (start, end) = row["dtype"], row["shape"], row["data_offsets"]
+            if type(dtype) is not str or dtype not in DTYPES:
+                raise _broken(file, f"'{name}' has the unknown dtype {dtype!r}")
+            form = forms.get(key := (dtype, *shape, *map(type, shape)))  # 1, 1.0 and true are equal
+        except (TypeError, KeyError, ValueError) as error:
+            raise _no_row(name, file) from error
+        if form is None:
+            form = forms[key] = _form(name, dtype, shape, file)
+        shape, bits = form
+        if type(start) is not int or type(end) is not int:
+            raise _no_row(name, file)
+        if start < 0 or not 0 <= end < LARGEST:
+            raise _broken(file, f"the header's row of '{name}' holds an impossible size: {[start, end]}")
+        if bits != 8 * (end - start):
+            needs = f"'{name}' ({dtype} {list(shape)}) needs {-(-bits // 8)} bytes"
+            raise _broken(file, f"{needs}, its range holds {end - start}")
+        yield TensorEntry(name, dtype, shape, file, base + start, base + end)
+
+
+def _form(name: str, dtype: str, shape: Any, file: str) -> tuple[tuple[int, ...], int]:
+    """The shape, and the bits of a tensor of that dtype and shape."""
+    if type(shape) is not list:
+        raise _no_row(name, file)
+    sizes = cast("list[Any]", shape)
+    if len(sizes) > MAX_AXES or not {*map(type, sizes)} <= {int}:
+        raise _no_row(name, file)
+    if any(not 0 <= size < LARGEST for size in sizes):
+        raise _broken(file, f"the header's row of '{name}' holds an impossible size: {sizes}")
+    return tuple(sizes), DTYPES[dtype][0] * math.prod(sizes)
+
+
+def _no_row(name: str, file: str) -> BrokenCheckpointError:
+    return _broken(file, f"the header's row of '{name}' is not a dtype, a shape and two offsets")
 
 
 def _check_layout(entries: Sequence[TensorEntry], file: str, base: int, size: int) -> None:

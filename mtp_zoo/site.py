@@ -40,10 +40,13 @@ class HeadSite:
 
     def in_scope(self, name: str) -> bool:
         """Whether a tensor of that name belongs to the head."""
-        if not name.startswith(_literal_starts(self.family.scope)):
-            return False
-        found = _numbered(self.family.scope).match(name)
-        return found is not None and (found.lastindex is None or int(found[found.lastindex]) >= self.first_layer)
+        return bool(self.inside((name,)))
+
+    def inside(self, names: Iterable[str]) -> list[str]:
+        """Of these, the names that belong to the head, in their order; most of a large model's fall at their first letters."""
+        start, scope = _literal_starts(self.family.scope), _numbered(self.family.scope)
+        found = [match for name in names if name.startswith(start) and (match := scope.match(name))]
+        return [one.string for one in found if one.lastindex is None or int(one[one.lastindex]) >= self.first_layer]
 
     def depth_numbers(self, names: Iterable[str]) -> frozenset[int]:
         """0-based depths whose block tensors are among `names`; of a whole head 0, 1, .. without a gap."""
@@ -88,15 +91,21 @@ def find_site(family: Family, names: Iterable[str], config: ModelConfig) -> Head
 
 def fused_layers(family: Family, names: Iterable[str]) -> frozenset[int]:
     """Numbers of the layers that hold what only a head has: fusion and output norm, beside any block."""
-    pattern, start = _fusion(family), _literal_starts(family.scope)
-    return frozenset(int(found[1]) for name in names if name.startswith(start) and (found := pattern.match(name)))
+    pattern, ends = _fusion(family), _fusion_ends(family)
+    return frozenset(int(found[1]) for name in names if name.endswith(ends) and (found := pattern.match(name)))
+
+
+@cache
+def _fusion_ends(family: Family) -> tuple[str, ...]:
+    """What the names of an in-stack head's own tensors have behind the layer's number."""
+    outer = [rule.native for rule in family.rules if isinstance(rule, Rename) and ".block." not in rule.head]
+    return tuple(name.removeprefix(family.layer) for name in outer)
 
 
 @cache
 def _fusion(family: Family) -> re.Pattern[str]:
     """Matches an in-stack head's own tensors; group 1 is the layer's number."""
-    outer = [rule.native for rule in family.rules if isinstance(rule, Rename) and ".block." not in rule.head]
-    ends = "|".join(re.escape(name.removeprefix(family.layer)) for name in outer)
+    ends = "|".join(map(re.escape, _fusion_ends(family)))
     return re.compile(f"{_numbered((family.layer,)).pattern}(?:{ends})$")
 
 

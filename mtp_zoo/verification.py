@@ -92,7 +92,7 @@ def verify(checkpoint: str | Path, *, against: str | Path | None = None) -> Veri
         base.verify(besides=site.in_scope if site else lambda _: False)
     problems, notices = _structure(index)
     record = _record(index, problems, notices)
-    head = set(record["tensors"] if record else filter(site.in_scope, index.entries) if site else ())
+    head = set(record["tensors"] if record else site.inside(index.entries) if site else ())
     ours, theirs = TensorReader(index), TensorReader(base or index)
     pairs = _pairs(index, base, site, head) if base else []
     read = [entry for pair in pairs if not pair.linked for entry in pair.both]
@@ -178,7 +178,7 @@ def _added(index: CheckpointIndex, record: Mapping[str, Any], site: HeadSite | N
     """Tensors in the head's scope that the record does not know; what a family leaves alone is the trunk's."""
     if site is None:
         return
-    for name in sorted(filter(site.in_scope, index.entries)):
+    for name in sorted(site.inside(index.entries)):
         if name not in record["tensors"] and not is_left_alone(site, name):
             yield f"'{name}' in {index.entries[name].file} was not in the head that was exported"
 

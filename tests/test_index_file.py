@@ -18,16 +18,20 @@ def write(root: Path, text: str | bytes) -> None:
 def test_written_index_is_read_back(tmp_path: Path) -> None:
     text = encode_index({"b": "two.safetensors", "a": "sub/one.safetensors"}, {"total_size": 7})
     write(tmp_path, text)
-    assert read_index(tmp_path) == (len(text), {"a": "sub/one.safetensors", "b": "two.safetensors"})
+    assert read_index(tmp_path) == (
+        len(text),
+        {"a": "sub/one.safetensors", "b": "two.safetensors"},
+        {"total_size": 7},
+    )
 
 
 def test_no_index_is_none(tmp_path: Path) -> None:
-    assert read_index(tmp_path) == (0, None)
+    assert read_index(tmp_path) == (0, None, {})
 
 
 def test_paths_are_normalised(tmp_path: Path) -> None:
     write(tmp_path, encode_index({"a": "./one.safetensors", "b": "sub//two.safetensors"}, {}))
-    assert read_index(tmp_path)[1] == {"a": "one.safetensors", "b": "sub/two.safetensors"}
+    assert read_index(tmp_path).weight_map == {"a": "one.safetensors", "b": "sub/two.safetensors"}
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,11 @@ def test_entries_have_absolute_ranges_in_byte_order(tmp_path: Path) -> None:
     assert header.entries[1].end == (tmp_path / FILE).stat().st_size
 
 
+def test_names_may_hold_colons(tmp_path: Path) -> None:
+    write_raw(tmp_path, {"a:b": row(), "c::": row(offsets=[4, 8])}, b"\0" * 8)
+    assert [entry.name for entry in read_header(tmp_path, FILE).entries] == ["a:b", "c::"]
+
+
 @pytest.mark.parametrize("stored", sorted(name for name, (_, known) in DTYPES.items() if known))
 def test_dtype_table_agrees_with_safetensors_both_ways(tmp_path: Path, stored: str) -> None:
     dtype = torch_dtype(stored)
@@ -64,6 +69,8 @@ BROKEN = {
     "a_number_too_long_to_parse": (b'{"a": ' + b"9" * 5000 + b"}", b"", "header can't be used"),
     "not_an_object": ([1], b"", "header can't be used"),
     "name_twice": (b'{"a": 1, "a": 2}', b"", "'a' occurs twice"),
+    "name_twice_beside_names_with_colons": (b'{"x::y": 1, "a": 1, "a": 2}', b"", "'a' occurs twice"),
+    "field_twice_in_a_list": (b'[{"a": 1, "a": 2}]', b"", "'a' occurs twice"),
     "field_twice": (b'{"a": {"dtype": "U8", "dtype": "I8"}}', b"", "'dtype' occurs twice"),
     "name_with_a_lone_surrogate": (b'{"\\ud800": 1}', b"", "not valid Unicode"),
     "row_is_a_number": ({"a": 1}, b"", "'a' is not a dtype, a shape and two offsets"),
@@ -72,6 +79,16 @@ BROKEN = {
     "shape_is_a_table": ({"a": row(shape={})}, b"\0" * 4, "'a' is not a dtype"),
     "shape_with_a_bool": ({"a": row(shape=[True, 2])}, b"\0" * 4, "'a' is not a dtype"),
     "shape_with_a_float": ({"a": row(shape=[2.0])}, b"\0" * 4, "'a' is not a dtype"),
+    "bool_in_a_shape_like_an_earlier_one": (
+        {"a": row(shape=[1, 2]), "b": row(shape=[True, 2], offsets=[4, 8])},
+        b"\0" * 8,
+        "'b' is not a dtype",
+    ),
+    "float_in_a_shape_like_an_earlier_one": (
+        {"a": row(), "b": row(shape=[2.0], offsets=[4, 8])},
+        b"\0" * 8,
+        "'b' is not a dtype",
+    ),
     "shape_with_too_many_axes": ({"a": row(shape=[1] * 65)}, b"\0" * 4, "'a' is not a dtype"),
     "negative_size": ({"a": row(shape=[-2], offsets=[0, 4])}, b"\0" * 4, "impossible size"),
     "size_beyond_64_bits": ({"a": row(shape=[2**64])}, b"\0" * 4, "impossible size"),

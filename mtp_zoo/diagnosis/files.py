@@ -61,7 +61,7 @@ def _misplaced(subject: Subject, fault: Fault) -> Finding:
 
 
 def _absent(subject: Subject, fault: Fault) -> Finding:
-    of_head = subject.site is not None and any(map(subject.site.in_scope, fault.tensors))
+    of_head = subject.site is not None and subject.site.inside(fault.tensors)
     fix = subject.graft if of_head else REMEDIES[fault.kind]
     return Finding("MZ005", {"listed_in": fault.file, "tensors": list(fault.tensors)}, fix)
 
@@ -79,7 +79,7 @@ def _unlisted(subject: Subject, fault: Fault) -> Finding:
     if fault.file in subject.index.weight_map.values():
         return Finding("MZ007", facts, subject.mend)
     site = subject.site
-    if site is not None and any(map(site.in_scope, fault.tensors)):
+    if site is not None and site.inside(fault.tensors):
         return Finding("MZ008", {**facts, **_opened_anyway(subject, [fault.file])}, subject.mend)
     return Finding("MZ009", facts, "List the file in the index if it belongs to the model; else remove it.")
 
@@ -113,8 +113,8 @@ def _total_size(subject: Subject) -> Iterator[Finding]:
     index = subject.index
     if not index.listed or any(fault.fatal for fault in index.faults):
         return
-    declared = subject.index_metadata.get("total_size")
-    listed = set(index.weight_map.values())
-    held = sum(entry.end - entry.start for entry in index.entries.values() if entry.file in listed)
+    declared = index.metadata.get("total_size")
+    read = (index.headers[file] for file in set(index.weight_map.values()))
+    held = sum(header.entries[-1].end - header.nbytes for header in read if header.entries)
     if declared is not None and declared != held:
         yield Finding("MZ011", {"file": INDEX_NAME, "declared": declared, "found": held}, subject.mend)

@@ -167,11 +167,11 @@ def _list(mending: Mending, subject: Subject, kept: Mapping[str, str]) -> None:
     files = _worth_listing(subject, where)
     found = {name: file for name, file in where.items() if file in files}
     weight_map = {**index.weight_map, **found}
-    metadata = dict(subject.index_metadata)
+    metadata = dict(index.metadata)
     if weight_map.keys() == found.keys():  # else nobody knows the sizes of what is lost
         metadata["total_size"] = sum(index.entries[name].nbytes for name in found)
     changed = [name for name, file in weight_map.items() if index.weight_map.get(name) != file]
-    if changed or metadata != subject.index_metadata:
+    if changed or metadata != index.metadata:
         mending.texts[INDEX_NAME] = encode_index(weight_map, metadata)
         mending.done.append(
             f"{INDEX_NAME}: {len(changed)} names corrected or added, total_size {metadata.get('total_size')}"

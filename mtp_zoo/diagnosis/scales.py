@@ -11,14 +11,15 @@ Names of the published forms, each behind its module's name:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 from mtp_zoo.checkpoint import TensorEntry
 from mtp_zoo.diagnosis.finding import Finding
 from mtp_zoo.diagnosis.subject import Subject, is_float
 from mtp_zoo.errors import ModelConfigError
 from mtp_zoo.quant_ignore import HeadModules, method_of, quantized_by
-from mtp_zoo.quantization import FP8, quantization_settings, scheme_of
-from mtp_zoo.scaling import SCALE_DTYPES, SCALE_SUFFIXES, scaled_name
+from mtp_zoo.quantization import FP8, quantization_settings, schemes_of
+from mtp_zoo.scaling import SCALE_DTYPES, SCALE_SUFFIXES, Scheme, scaled_name
 
 CODED: Mapping[str, str] = {"qweight": "scales", "weight_packed": "weight_scale"}
 """Last names of tensors that hold nothing but codes, and of the scale that each has."""
@@ -36,20 +37,17 @@ LEFT_OVER: Mapping[str, tuple[str, ...]] = {
 }
 """Last names of scales, and of the tensors of which one must stand beside them."""
 
-ENDS_CODED = tuple(f".{name}" for name in CODED)
-ENDS_WEIGHT = (".weight", ".gate_up_proj", ".down_proj")
-ENDS_SCALE = (*(f".{name}" for name in LEFT_OVER), *SCALE_SUFFIXES)
+WEIGHTS = ("weight", "gate_up_proj", "down_proj")
+"""Last names of tensors that are floats or codes, by their dtype."""
 
 RESTORE = "Restore tensors and scales together from the checkpoint that the quantisation tool wrote."
 
 
 def check_scales(subject: Subject) -> Iterator[Finding]:
     """MZ301 to MZ306."""
-    entries = subject.index.entries  # sixty thousand in a large model: each test begins with its cheapest part
     settings = quantization_settings(subject.index.config)
-    missing = {name: entry.file for name, entry in entries.items() if _unscaled(entry, entries)}
-    missing = {name: file for name, file in missing.items() if subject.lost.isdisjoint(_scales(name))}
-    left = {name: entry.file for name, entry in entries.items() if _left_over(name, entries, subject.lost)}
+    missing = {entry.name: entry.file for entry in _coded(subject) if _unscaled(entry, subject)}
+    left = {entry.name: entry.file for entry in _left_over(subject)}
     if missing:
         yield Finding("MZ301", {"tensors": missing}, _restore(subject, missing))
     if left and (settings or any(name.endswith(SCALE_SUFFIXES) for name in left)):
@@ -73,42 +71,65 @@ def _restore(subject: Subject, names: Mapping[str, str]) -> str:
     return subject.graft if inside.issuperset(names) else RESTORE
 
 
-def _scales(name: str) -> tuple[str, ...]:
+def _scales(name: str) -> list[str]:
     """What the scale of a tensor of that name may be called."""
-    stem, _, last = name.rpartition(".")
-    return (f"{stem}.{CODED[last]}",) if last in CODED else tuple(f"{name}{suffix}" for suffix in SCALE_SUFFIXES)
+    stem, last = name[: (cut := name.rfind(".") + 1)], name[cut:]
+    return [stem + CODED[last]] if last in CODED else [name + suffix for suffix in SCALE_SUFFIXES]
 
 
-def _unscaled(entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> bool:
-    coded = entry.name.endswith(ENDS_CODED) or (entry.dtype in CODES and entry.name.endswith(ENDS_WEIGHT))
-    return coded and not any(scale in entries for scale in _scales(entry.name))
+def _scale(name: str, subject: Subject) -> TensorEntry | None:
+    """The scale of a tensor of that name."""
+    entries = subject.index.entries
+    for scale in _scales(name):
+        if scale in entries:
+            return entries[scale]
+    return None
 
 
-def _left_over(name: str, entries: Mapping[str, TensorEntry], lost: frozenset[str]) -> bool:
-    """Whether this is a scale beside no tensor, or beside one that is stored as floats."""
-    if not name.endswith(ENDS_SCALE):
-        return False
-    stem, _, last = name.rpartition(".")
-    if last in LEFT_OVER:
-        bases = [f"{stem}.{base}" for base in LEFT_OVER[last]]
-        present = [base for base in bases if base in entries]
-        return lost.isdisjoint(bases) and all(is_float(entries[base]) for base in present)
-    base = entries.get(scaled_name(name) or "")
-    return base is not None and is_float(base)
+def _coded(subject: Subject) -> Iterator[TensorEntry]:
+    """The tensors that mean nothing without a scale."""
+    for last, entries in subject.by_last_name.items():
+        if last in CODED:
+            yield from entries
+        elif last in WEIGHTS:
+            yield from (entry for entry in entries if entry.dtype in CODES)
+
+
+def _unscaled(entry: TensorEntry, subject: Subject) -> bool:
+    return _scale(entry.name, subject) is None and subject.lost.isdisjoint(_scales(entry.name))
+
+
+def _left_over(subject: Subject) -> Iterator[TensorEntry]:
+    """The scales beside no tensor, or beside one that is stored as floats."""
+    held, lost = subject.index.entries, subject.lost
+    for last, entries in subject.by_last_name.items():
+        if last in LEFT_OVER:
+            for entry in entries:
+                stem = entry.name.removesuffix(last)
+                bases = [stem + base for base in LEFT_OVER[last]]
+                if lost.isdisjoint(bases) and all(is_float(held[base]) for base in bases if base in held):
+                    yield entry
+        elif last.endswith(SCALE_SUFFIXES):
+            scaled = ((entry, held.get(scaled_name(entry.name) or "")) for entry in entries)
+            yield from (entry for entry, base in scaled if base is not None and is_float(base))
 
 
 def _misfits(subject: Subject) -> Iterator[tuple[str, str]]:
     """FP8 tensors whose scale has another dtype or shape than the config's scheme asks for."""
-    entries, config = subject.index.entries, subject.index.config
-    coded = ((name, entry) for name, entry in entries.items() if entry.dtype == FP8)
-    for name, entry in coded:
-        scale = next((entries[one] for one in _scales(name) if one in entries), None)
-        if scale is None or (scheme := scheme_of(name, config)) is None:
+    scheme_of = schemes_of(subject.index.config)
+    misfit = cache(_misfit)  # of thousands of tensors, a few differ in what is looked at
+    for entry in (entry for entry in subject.index.entries.values() if entry.dtype == FP8):
+        scale = _scale(entry.name, subject)
+        if scale is None or (scheme := scheme_of(entry.name)) is None:
             continue
-        if scale.dtype not in SCALE_DTYPES:
-            yield scale.name, f"expected one of {SCALE_DTYPES}, found {scale.dtype}"
-        elif misfit := scheme.misfit(entry.shape, scale.shape):
-            yield scale.name, misfit
+        if problem := misfit(scheme, entry.shape, scale.shape, scale.dtype):
+            yield scale.name, problem
+
+
+def _misfit(scheme: Scheme, shape: tuple[int, ...], scale: tuple[int, ...], dtype: str) -> str | None:
+    if dtype not in SCALE_DTYPES:
+        return f"expected one of {SCALE_DTYPES}, found {dtype}"
+    return scheme.misfit(shape, scale)
 
 
 def _lists(subject: Subject) -> Iterator[Finding]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
-from mtp_zoo.checkpoint import INDEX_NAME, CheckpointIndex, TensorEntry
+from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry
 from mtp_zoo.errors import (
     HeadMismatchError,
     ModelConfigError,
@@ -86,7 +85,15 @@ class Subject:
     @cached_property
     def inside(self) -> tuple[str, ...]:
         """Of these, the names in the head's scope, sorted."""
-        return tuple(sorted(filter(self.site.in_scope, self.meant))) if self.site else ()
+        return tuple(sorted(self.site.inside(self.meant))) if self.site else ()
+
+    @cached_property
+    def by_last_name(self) -> Mapping[str, list[TensorEntry]]:
+        """All tensors by what their names have behind the last dot: sixty thousand tensors have about twenty of these."""
+        found: dict[str, list[TensorEntry]] = {}
+        for name, entry in self.index.entries.items():
+            found.setdefault(name[name.rfind(".") + 1 :], []).append(entry)
+        return found
 
     @cached_property
     def family(self) -> Family | MTPZooError:
@@ -137,14 +144,6 @@ class Subject:
                 if entry.name in twice:
                     found[entry.name] = (*found.get(entry.name, ()), entry)
         return found
-
-    @cached_property
-    def index_metadata(self) -> Mapping[str, Any]:
-        """What the index file says beside the map; it has been read once, so it is JSON."""
-        if not self.index.listed:
-            return {}
-        found = json.loads((self.index.root / INDEX_NAME).read_bytes()).get("metadata")
-        return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
     @cached_property
     def copies(self) -> tuple[TensorEntry, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from mtp_zoo.checkpoint import TensorEntry, TensorReader
@@ -85,18 +86,23 @@ def _other_dtype(subject: Subject, planned: Planned) -> Iterator[Finding]:
     if quantization_settings(subject.index.config):
         return
     kept = {n for b in planned.bindings for n in b.natives if not all(map(planned.head.rounds, b.heads))}
-    head = _mostly(e for e in subject.head if e.name not in kept)
-    inside = {entry.name for entry in subject.head}
-    model = _mostly(entry for name, entry in subject.index.entries.items() if name not in inside)
+    head = _mostly(_sizes(e for e in subject.head if e.name not in kept))
+    model = _mostly(_sizes(subject.index.entries.values()) - _sizes(subject.head))
     if head and model and head != model:
         short = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}.get(model, "bf16")
         yield Finding("MZ208", {"head": head, "model": model}, f"mtp-zoo export {subject.place} OUT --dtype {short}")
 
 
-def _mostly(entries: Iterable[TensorEntry]) -> str | None:
-    """The float dtype of most bytes."""
-    sizes: dict[str, int] = {}
-    for entry in entries:
-        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.end - entry.start
-    sizes = {name: size for name, size in sizes.items() if name in FLOAT_DTYPES}
-    return max(sizes, key=lambda name: sizes[name], default=None)
+def _sizes(entries: Iterable[TensorEntry]) -> Counter[str]:
+    """Bytes of each float dtype."""
+    sizes: dict[str, int] = dict.fromkeys(FLOAT_DTYPES, 0)
+    for _, dtype, _, _, start, end in entries:
+        if dtype in sizes:
+            sizes[dtype] += end - start
+    return Counter(sizes)
+
+
+def _mostly(sizes: Counter[str]) -> str | None:
+    """The dtype of most bytes."""
+    name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
+    return name if size else None
