@@ -46,14 +46,14 @@ RESTORE = "Restore tensors and scales together from the checkpoint that the quan
 def check_scales(subject: Subject) -> Iterator[Finding]:
     """MZ301 to MZ306."""
     settings = quantization_settings(subject.index.config)
-    missing = {entry.name: entry.file for entry in _coded(subject) if _unscaled(entry, subject)}
-    left = {entry.name: entry.file for entry in _left_over(subject)}
+    missing = {entry.name: entry.file for entry in sorted(_unscaled(subject))}
+    left = {entry.name: entry.file for entry in sorted(_left_over(subject))}
     if missing:
         yield Finding("MZ301", {"tensors": missing}, _restore(subject, missing))
     if left and (settings or any(name.endswith(SCALE_SUFFIXES) for name in left)):
         yield Finding("MZ302", {"tensors": left}, _restore(subject, left))
     try:
-        misfits = dict(_misfits(subject))
+        misfits = dict(sorted(_misfits(subject)))
     except ModelConfigError as error:
         yield Finding("MZ101", {"reason": error.message}, error.remedy)
     else:
@@ -71,59 +71,56 @@ def _restore(subject: Subject, names: Mapping[str, str]) -> str:
     return subject.graft if inside.issuperset(names) else RESTORE
 
 
-def _scales(name: str) -> list[str]:
-    """What the scale of a tensor of that name may be called."""
-    stem, last = name[: (cut := name.rfind(".") + 1)], name[cut:]
-    return [stem + CODED[last]] if last in CODED else [name + suffix for suffix in SCALE_SUFFIXES]
+def _scale_names(last: str) -> tuple[str, ...]:
+    """What the last name of a scale may be, beside a tensor of that last name."""
+    return (CODED[last],) if last in CODED else tuple(last + suffix for suffix in SCALE_SUFFIXES)
 
 
-def _scale(name: str, subject: Subject) -> TensorEntry | None:
-    """The scale of a tensor of that name."""
-    entries = subject.index.entries
-    for scale in _scales(name):
-        if scale in entries:
-            return entries[scale]
-    return None
+def _scales(subject: Subject, last: str) -> Mapping[str, TensorEntry]:
+    """Scales of the tensors of that last name, by module."""
+    found: dict[str, TensorEntry] = {}
+    for name in reversed(_scale_names(last)):
+        found |= subject.by_last_name.get(name, {})
+    return found
 
 
-def _coded(subject: Subject) -> Iterator[TensorEntry]:
-    """The tensors that mean nothing without a scale."""
-    for last, entries in subject.by_last_name.items():
-        if last in CODED:
-            yield from entries
-        elif last in WEIGHTS:
-            yield from (entry for entry in entries if entry.dtype in CODES)
-
-
-def _unscaled(entry: TensorEntry, subject: Subject) -> bool:
-    return _scale(entry.name, subject) is None and subject.lost.isdisjoint(_scales(entry.name))
+def _unscaled(subject: Subject) -> Iterator[TensorEntry]:
+    """The tensors that mean nothing without a scale and have none."""
+    for last, held in subject.by_last_name.items():
+        if last not in CODED and last not in WEIGHTS:
+            continue
+        alone = held.keys() - _scales(subject, last).keys()
+        coded = alone if last in CODED else [module for module in alone if held[module].dtype in CODES]
+        names = _scale_names(last)
+        yield from (held[one] for one in coded if subject.lost.isdisjoint(one + name for name in names))
 
 
 def _left_over(subject: Subject) -> Iterator[TensorEntry]:
     """The scales beside no tensor, or beside one that is stored as floats."""
-    held, lost = subject.index.entries, subject.lost
-    for last, entries in subject.by_last_name.items():
+    parts = subject.by_last_name
+    for last, held in parts.items():
         if last in LEFT_OVER:
-            for entry in entries:
-                stem = entry.name.removesuffix(last)
-                bases = [stem + base for base in LEFT_OVER[last]]
-                if lost.isdisjoint(bases) and all(is_float(held[base]) for base in bases if base in held):
-                    yield entry
+            bases = LEFT_OVER[last]
+            coded = {one for base in bases for one, entry in parts.get(base, {}).items() if not is_float(entry)}
+            alone = held.keys() - coded
+            yield from (held[one] for one in alone if subject.lost.isdisjoint(one + base for base in bases))
         elif last.endswith(SCALE_SUFFIXES):
-            scaled = ((entry, held.get(scaled_name(entry.name) or "")) for entry in entries)
-            yield from (entry for entry, base in scaled if base is not None and is_float(base))
+            scaled = parts.get(scaled_name(last) or "", {})
+            yield from (held[one] for one in held.keys() & scaled.keys() if is_float(scaled[one]))
 
 
 def _misfits(subject: Subject) -> Iterator[tuple[str, str]]:
     """FP8 tensors whose scale has another dtype or shape than the config's scheme asks for."""
     scheme_of = schemes_of(subject.index.config)
     misfit = cache(_misfit)  # of thousands of tensors, a few differ in what is looked at
-    for entry in (entry for entry in subject.index.entries.values() if entry.dtype == FP8):
-        scale = _scale(entry.name, subject)
-        if scale is None or (scheme := scheme_of(entry.name)) is None:
-            continue
-        if problem := misfit(scheme, entry.shape, scale.shape, scale.dtype):
-            yield scale.name, problem
+    for last, held in subject.by_last_name.items():
+        scales = _scales(subject, last)
+        for module in held.keys() & scales.keys():
+            entry, scale = held[module], scales[module]
+            if entry.dtype != FP8 or (scheme := scheme_of(entry.name)) is None:
+                continue
+            if problem := misfit(scheme, entry.shape, scale.shape, scale.dtype):
+                yield scale.name, problem
 
 
 def _misfit(scheme: Scheme, shape: tuple[int, ...], scale: tuple[int, ...], dtype: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,12 +89,16 @@ class Subject:
         return tuple(sorted(self.site.inside(self.meant))) if self.site else ()
 
     @cached_property
-    def by_last_name(self) -> Mapping[str, list[TensorEntry]]:
-        """All tensors by what their names have behind the last dot: sixty thousand tensors have about twenty of these."""
-        found: dict[str, list[TensorEntry]] = {}
+    def by_last_name(self) -> Mapping[str, Mapping[str, TensorEntry]]:
+        """All tensors, by what their names have behind the last dot, then by what they have before it, the dot included.
+
+        Sixty thousand tensors have about twenty last names, so what tensors of one name lack is a difference of two sets.
+        """
+        found: defaultdict[str, dict[str, TensorEntry]] = defaultdict(dict)
         for name, entry in self.index.entries.items():
-            found.setdefault(name[name.rfind(".") + 1 :], []).append(entry)
-        return found
+            cut = name.rfind(".") + 1
+            found[name[cut:]][name[:cut]] = entry
+        return dict(found)
 
     @cached_property
     def family(self) -> Family | MTPZooError:
