@@ -242,10 +242,13 @@ class TensorReader:
     def raw(
         self, entry: TensorEntry, chunk: int = 1 << 22, *, start: int = 0, stop: int | None = None
     ) -> Iterator[bytearray]:
-        """The tensor's bytes, from `start` up to `stop` (its end), in pieces of at most `chunk`."""
+        """The tensor's bytes, from `start` up to `stop` (its end), in pieces of at most `chunk`; the next overwrites each."""
         end = entry.nbytes if stop is None else stop
+        piece = bytearray()
         for offset in range(start, end, chunk):
-            piece = bytearray(min(chunk, end - offset))
+            size = min(chunk, end - offset)
+            if len(piece) != size:  # a new buffer for every piece would cost more than reading does
+                piece = bytearray(size)
             self._fill(entry, offset, memoryview(piece))
             yield piece
 

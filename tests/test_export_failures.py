@@ -36,8 +36,8 @@ def test_full_disk_leaves_nothing_and_a_rerun_succeeds(
     before = snapshot(base)
     write = Overlay._write
 
-    def full(self: Overlay, file: str, pieces: Any) -> None:
-        write(self, file, pieces)
+    def full(self: Overlay, file: str, *args: Any, **options: Any) -> None:
+        write(self, file, *args, **options)
         if file == name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

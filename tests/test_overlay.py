@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,40 +199,75 @@ def test_clone_that_finds_no_space_is_an_error(tmp_path: Path, monkeypatch: pyte
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_large_files_reach_the_disk_beside_other_work_and_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("waiting", [1, 64])
+def test_files_reach_the_disk_beside_other_work_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: int
 ) -> None:
     flushed: list[tuple[bool, int]] = []
 
     def fsync(descriptor: int) -> None:
         flushed.append((threading.current_thread() is threading.main_thread(), os.fstat(descriptor).st_size))
 
+    monkeypatch.setattr("mtp_zoo.overlay.CHUNK", 10)
     monkeypatch.setattr("mtp_zoo.overlay.FLUSH_EVERY", 20)
+    monkeypatch.setattr("mtp_zoo.overlay.WAITING", waiting)
     monkeypatch.setattr("mtp_zoo.overlay.os.fsync", fsync)
     with Overlay(tmp_path / "out", link=True) as overlay:
-        overlay.write("large", [b"x" * 10] * 5)
+        overlay.write("large", [b"x" * 35, b"x" * 15])
         overlay.write("small", [b"x" * 10])
-    in_line = [size for main, size in flushed if main]
-    beside = [size for main, size in flushed if not main]
-    assert in_line == [10]
-    assert len(beside) == 3  # behind 20 and 40 bytes, and at the end
-    assert beside[-1] == 50
+    assert not any(main for main, _ in flushed)
+    assert len(flushed) == 4  # behind 20 and 45 bytes of the large one, and where each ends
+    assert [size for _, size in flushed[-2:]] == [50, 10]
 
 
-def test_failure_of_a_disk_beside_other_work_is_the_export_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def test_without_a_block_that_waits_each_file_is_on_the_disk_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr("mtp_zoo.overlay.os.fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_size))
+    Overlay(tmp_path / "out", link=True).write("small", [b"x" * 10])
+    assert flushed == [10]
 
+
+@pytest.mark.parametrize("waiting", [1, 64])
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_failure_of_a_disk_beside_other_work_is_the_export_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, waiting: int
+) -> None:
+    """Whichever file meets it."""
     base = make_base(tmp_path / "base")
     before = snapshot(base)
     head = load_head(base)
-    monkeypatch.setattr("mtp_zoo.overlay.FLUSH_EVERY", 20)
-    monkeypatch.setattr("mtp_zoo.overlay.os.fsync", full)
+    seen: list[int] = []
+    failing = 0
+
+    def fsync(_: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            seen.append(1)
+            if len(seen) == failing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("mtp_zoo.overlay.WAITING", waiting)
+    monkeypatch.setattr("mtp_zoo.overlay.os.fsync", fsync)
+    export(head, base, tmp_path / "whole")
+    shutil.rmtree(tmp_path / "whole")
+    failing = {"first": 1, "middle": len(seen) // 2, "last": len(seen)}[place]
+    seen.clear()
     with pytest.raises(ExportError, match="No space left"):
         export(head, base, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [base]
     assert snapshot(base) == before
+
+
+def test_a_copy_keeps_mode_and_times(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"text")
+    source.chmod(0o440)
+    os.utime(source, ns=(10**18, 10**18 + 5))
+    with Overlay(tmp_path / "out", link=True) as overlay:
+        overlay.copy(source, "a")
+    found = (tmp_path / "out" / "a").stat()
+    assert (found.st_mode & 0o777, found.st_mtime_ns, found.st_size) == (0o440, 10**18 + 5, 4)
 
 
 def test_folders_made_for_an_output_that_fails_are_removed(tmp_path: Path) -> None:
