@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -217,13 +216,6 @@ def test_a_head_is_not_sharded_without_ranks_or_with_floats_of_several_dtypes() 
 
 BF16 = 2e-2
 """Share of the largest gradient by which compute in BF16 moves it; 7e-3 was measured."""
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("world_of_one")

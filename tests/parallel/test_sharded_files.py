@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import mtp_zoo as mz
 from mtp_zoo import sharded_export
 from mtp_zoo.checkpoint import CheckpointIndex
-from mtp_zoo.errors import SettingsError
+from mtp_zoo.errors import ParallelError, SettingsError
 from mtp_zoo.head import DraftHead
 from mtp_zoo.objective import MTPObjective
 from mtp_zoo.parallel import own_rows, own_values, shard_head
 from mtp_zoo.storage import ByteRange, LocalStorage
 from tests.allocations import PeakBytes
-from tests.exporting import snapshot, train
+from tests.exporting import make_base, snapshot, train
 from tests.heads import HIDDEN
 from tests.parallel.batches import batch, row
 from tests.parallel.ranks import on_ranks
@@ -354,6 +354,21 @@ def test_where_another_rank_cannot_send_all_raise_and_nothing_is_left(
     assert kind == "ParallelError"
     assert message.startswith("On rank 1: Exporting the qwen3_5_moe head: expected no failure, got ValueError: no rows")
     assert not [path for path in folder.iterdir() if "no-rows" in path.name]
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_head_cut_by_columns_is_refused_by_name_and_nothing_is_written(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    head = mz.load_head(base)
+    attention = head.get_submodule("depths.0.block.self_attn")
+    by_columns = distribute_tensor(attention.get_parameter("q_proj.weight"), init_device_mesh("cpu", (1,)), [Shard(1)])
+    attention.get_submodule("q_proj").weight = torch.nn.Parameter(by_columns)
+    with pytest.raises(ParallelError, match="Exporting the qwen3_5 head: the ranks' parts") as caught:
+        mz.export(head, base, tmp_path / "out")
+    assert caught.value.problems == (
+        "depths.0.block.self_attn.q_proj.weight: expected rows cut over one axis of the mesh, found (Shard(dim=1),)",
+    )
+    assert list(tmp_path.iterdir()) == [base]
 
 
 @pytest.mark.parametrize(
