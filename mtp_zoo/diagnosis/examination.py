@@ -20,6 +20,8 @@ from mtp_zoo.index_file import read_index
 from mtp_zoo.journal import JOURNAL, UPDATE
 from mtp_zoo.safetensors_header import collector_paused
 
+BY_HEADERS = (check_files, check_configuration, check_tensors, check_scales)
+
 
 def doctor(
     source: str | Path, *, revision: str | None = None, deep: bool = False, against: str | Path | None = None
@@ -42,21 +44,16 @@ def doctor(
     if (Path(source).expanduser() / UPDATE / JOURNAL).exists():
         facts = {"journal": f"{UPDATE}/{JOURNAL}"}
         return Diagnosis(str(source), (Finding("MZ014", facts, f"mtp-zoo rollback {shlex.quote(str(source))}"),))
-    try:
-        index = CheckpointIndex.open(source, revision=revision)
-    except (BrokenCheckpointError, ModelConfigError, UnsafeCheckpointError) as error:
-        return Diagnosis(str(source), (_unopened(source, revision, error),))
-    subject = Subject(index, deep)
-    found = _by_headers(subject)
+    with collector_paused():  # from the first header to the last check of it
+        try:
+            subject = Subject(CheckpointIndex.open(source, revision=revision), deep)
+        except (BrokenCheckpointError, ModelConfigError, UnsafeCheckpointError) as error:
+            return Diagnosis(str(source), (_unopened(source, revision, error),))
+        found = [finding for check in BY_HEADERS for finding in check(subject)]
     found += check_numbers(subject) if deep else ()
     found += () if against is None else check_against(subject, against)
     once = {str(finding): finding for finding in found}  # one bad field of config.json stops several checks
     return Diagnosis(str(source), tuple(sorted(once.values(), key=lambda finding: finding.id)))
-
-
-@collector_paused()
-def _by_headers(subject: Subject) -> list[Finding]:
-    return [*check_files(subject), *check_configuration(subject), *check_tensors(subject), *check_scales(subject)]
 
 
 def _unopened(
