@@ -27,9 +27,11 @@ from mtp_zoo.errors import (
 from mtp_zoo.groups import group_of
 from mtp_zoo.loader import load_head
 from mtp_zoo.training import trainer as trainer_module
+from mtp_zoo.training.config import TrainConfig
 from mtp_zoo.training.trainer import Trainer, train
 from mtp_zoo_conformance.cases import get_case
 from mtp_zoo_conformance.prepared import prepare
+from tests.children import forked
 from tests.tiny import tiny_config, tiny_tensors, write_checkpoint
 from tests.training.conftest import MakeConfig
 from tests.training.words import CHATML, save_tokenizer
@@ -150,22 +152,24 @@ def test_a_killed_run_resumes_with_the_same_curve_to_the_last_bit(make_config: M
 
 def kill_after(*, lines: int, config: Path, metrics: Path) -> None:
     """Train in a process of its own and kill it with -9 as soon as it has written `lines` lines of metrics."""
-    code = (
-        "import sys, time, torch; torch.set_num_threads(1)\n"
-        "from mtp_zoo.training.config import TrainConfig; from mtp_zoo.training.trainer import Trainer\n"
-        "trainer = Trainer(TrainConfig.from_yaml(sys.argv[1])); step = trainer.train_step\n"
-        f"trainer.train_step = lambda number: step(number) if number <= {lines} else time.sleep(600)\n"
-        "trainer.fit()\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(config)], cwd=REPOSITORY, stderr=subprocess.PIPE)
+    process = forked().Process(target=_train_and_hang, args=(lines, str(config)))
+    process.start()
     deadline = time.monotonic() + 300
     while not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") < lines:
-        assert process.poll() is None, process.communicate()[1].decode()
+        assert process.is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _train_and_hang(lines: int, config: str) -> None:
+    torch.set_num_threads(1)
+    trainer = Trainer(TrainConfig.from_yaml(config))
+    step = trainer.train_step
+    trainer.train_step = lambda number: step(number) if number <= lines else time.sleep(600)
+    trainer.fit()
 
 
 def test_a_run_without_a_checkpoint_resumes_from_its_start(make_config: MakeConfig) -> None:
