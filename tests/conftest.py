@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 
@@ -9,9 +10,14 @@ import hypothesis
 import jaxtyping
 import pytest
 
+from tests.children import PRELOADED
 from tests.shapes import CHECKER, modules_with_shapes
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once, when it is imported
+# While it imports a module of ours, the hook looks for bytecode under names of its own: what that module imports from
+# elsewhere would be compiled anew, 1,300 modules in every worker.
+for name in (*PRELOADED, "peft"):
+    importlib.import_module(name)
 jaxtyping.install_import_hook(modules_with_shapes(), CHECKER)
 
 import torch  # noqa: E402 - behind the settings above

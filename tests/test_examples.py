@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import mtp_zoo as mz
+from tests.children import run_forked, run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ("plain_loop", "accelerate_loop", "hf_trainer", "trl_sft", "rl_step")
@@ -30,10 +28,8 @@ def test_every_example_is_run_here() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_learns_and_saves(name: str, tmp_path: Path) -> None:
-    words = [sys.executable, str(EXAMPLES / f"{name}.py"), "--out", str(tmp_path)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_forked(tmp_path, run_script, str(EXAMPLES / f"{name}.py"), "--out", str(tmp_path))
+    assert done.status == 0, done.stderr
     measured = {found[1]: (float(found[2]), float(found[3])) for found in ROW.finditer(done.stdout)}
     first, last = measured["mtp_loss"]
     assert last < 0.3 * first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mtp_zoo.errors import NotAttachedError, ObjectiveError
 from mtp_zoo.head import DraftHead
 from mtp_zoo.objective import MTPObjective, step_counts
 from tests.heads import HIDDEN, VOCAB, tiny_head
+from tests.parallel.ranks import on_ranks
 
 EQUAL = 1e-5
 """Relative to the largest gradient: the same sums in another order, FP32 (6e-7 seen)."""
@@ -287,10 +287,7 @@ def test_a_head_without_its_target_is_refused_before_any_loss() -> None:
         MTPObjective(head)(*batch(documents(6)))
 
 
-def _rank_step(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+def _rank_step(rank: int) -> tuple[dict[str, Tensor], dict[str, float]]:
     # Rank 0 has 3 + 0 slots at depth 1, rank 1 has 118.
     mine = [batch(documents(5)), batch(documents(120, seed=1))][rank]
     head = tiny_head()
@@ -299,24 +296,15 @@ def _rank_step(rank: int, port: int, folder: str) -> None:
     out.loss.backward()
     for parameter in head.parameters():
         torch.distributed.all_reduce(parameter.grad)
-    if rank == 0:
-        torch.save({"grads": gradients(head)}, f"{folder}/grads.pt")
-    metrics = out.stats.all_reduce().metrics()
-    if rank == 0:
-        torch.save(metrics, f"{folder}/metrics.pt")
-    torch.distributed.destroy_process_group()
+    return gradients(head), out.stats.all_reduce().metrics()
 
 
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
     """https://github.com/huggingface/transformers/pull/34373"""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank_step, args=(port, str(tmp_path)), nprocs=2)
+    ranks = on_ranks(_rank_step, tmp_path)
     both = batch(documents(5), documents(120, seed=1))
     _, expected = run([both])
-    assert_same(torch.load(tmp_path / "grads.pt")["grads"], expected)
-    metrics = torch.load(tmp_path / "metrics.pt")
-    assert metrics == pytest.approx(MTPObjective(tiny_head())(*both).metrics, rel=1e-4)
+    expected_metrics = MTPObjective(tiny_head())(*both).metrics
+    for found, metrics in ranks:
+        assert_same(found, expected)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-4)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from mtp_zoo.errors import ExportError, OutputExistsError
 from mtp_zoo.exporter import export
 from mtp_zoo.loader import load_head
 from mtp_zoo.overlay import FICLONE, Overlay, staging
+from tests.children import run_forked
 from tests.exporting import TENSORS, make_base, same, snapshot, stored
 
 KILLED = {
@@ -28,41 +30,33 @@ KILLED = {
 }
 """Where the exporting process is killed: the function that is replaced by the kill."""
 
-SCRIPT = """
-import importlib, os, signal, sys
-from unittest import mock
-from mtp_zoo.exporter import export
-from mtp_zoo.loader import load_head
 
-base, *rest = sys.argv[1:]
-head = load_head(base)
-for out, spot in zip(rest[::2], rest[1::2]):
-    pid = os.fork()
-    if pid == 0:
-        module, _, attribute = spot.partition(":")
-        owner = importlib.import_module(module)
-        for part in attribute.split(".")[:-1]:
-            owner = getattr(owner, part)
-        with mock.patch.object(owner, attribute.split(".")[-1], lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
-            export(head, base, out)
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _export_and_be_killed(base: Path, outs: dict[str, Path]) -> None:
+    head = load_head(base)
+    for moment, out in outs.items():
+        pid = os.fork()
+        if pid == 0:
+            module, _, attribute = KILLED[moment].partition(":")
+            owner: Any = importlib.import_module(module)
+            *parts, last = attribute.split(".")
+            for part in parts:
+                owner = getattr(owner, part)
+            with mock.patch.object(owner, last, _die):
+                export(head, base, out)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_kill_at_any_moment_leaves_no_output_and_a_rerun_cleans_up(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
     before = snapshot(base)
     outs = {moment: tmp_path / moment for moment in KILLED}
-    arguments = [part for moment, spot in KILLED.items() for part in (str(outs[moment]), spot)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(base), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_forked(tmp_path, _export_and_be_killed, base, outs)
+    assert done.status == 0, done.stderr
     assert done.stdout.split() == [str(-signal.SIGKILL)] * len(KILLED)
     assert snapshot(base) == before
     head = load_head(base)

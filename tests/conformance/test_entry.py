@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.children import run_forked
 
 PLUGIN = """
 import dataclasses
@@ -23,19 +24,20 @@ register_case(dataclasses.replace(case, family="mine", variants=case.variants[:1
 """
 
 
+def _pytest(folder: str, words: list[str]) -> None:
+    """What `python -m pytest words` does in the folder."""
+    os.chdir(folder)
+    os.environ["MTP_ZOO_CACHE"] = f"{folder}/cache"
+    sys.path.insert(0, folder)
+    sys.exit(pytest.main(words))
+
+
 @pytest.mark.slow
 def test_a_project_judges_its_own_family(tmp_path: Path) -> None:
     (tmp_path / "my_family.py").write_text(PLUGIN, encoding="utf-8")
     words = ["-p", "my_family", "-m", "keys or module", "-k", "mine or without_case", "-rfs", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "mtp_zoo_conformance", *words],
-        cwd=tmp_path,
-        env={**os.environ, "MTP_ZOO_CACHE": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = run_forked(tmp_path, _pytest, str(tmp_path), ["--pyargs", "mtp_zoo_conformance", *words])
+    assert done.status == 1, done.stdout + done.stderr
     assert "1 failed, 2 passed, 4 skipped" in done.stdout
     failed = re.findall(r"^FAILED (.*)", done.stdout, re.MULTILINE)
     assert len(failed) == 1

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import mtp_zoo as mz
 from mtp_zoo import sharded_export
 from mtp_zoo.errors import ParallelError
+from tests.children import forked
 from tests.exporting import make_base, snapshot
 from tests.parallel.ranks import PATIENCE
 
@@ -49,8 +50,7 @@ def _die_after(count: int) -> None:
 def test_a_rank_that_is_killed_is_an_error_on_the_other_and_nothing_is_left(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
     before = snapshot(base)
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_rank, args=(rank, str(tmp_path))) for rank in range(2)]
+    processes = [forked().Process(target=_rank, args=(rank, str(tmp_path))) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:

@@ -46,7 +46,7 @@ def test_each_rank_moves_its_half_of_the_head(
     hub.publish(REPO, hub.files_of(base))
     for name, value in hub.environment(tmp_path / "cache").items():
         monkeypatch.setenv(name, value)
-    ranks = on_ranks(_load, tmp_path / "ranks")
+    ranks = on_ranks(_load, tmp_path / "ranks", start="spawn")
     whole = mz.load_head(base).weights()
     for name, value in whole.items():
         assert torch.equal(torch.cat([rank["rows"][name] for rank in ranks]), value), name

@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mtp_zoo.errors import (
     ContextLimitError,
@@ -27,9 +26,11 @@ from mtp_zoo.errors import (
 from mtp_zoo.groups import group_of
 from mtp_zoo.loader import load_head
 from mtp_zoo.training import trainer as trainer_module
+from mtp_zoo.training.config import TrainConfig
 from mtp_zoo.training.trainer import Trainer, train
 from mtp_zoo_conformance.cases import get_case
 from mtp_zoo_conformance.prepared import prepare
+from tests.children import METHOD, forked
 from tests.tiny import tiny_config, tiny_tensors, write_checkpoint
 from tests.training.conftest import MakeConfig
 from tests.training.words import CHATML, save_tokenizer
@@ -39,8 +40,6 @@ SUM_ORDER = 2e-6
 
 SAME_CURVE = 1e-5
 """Largest relative difference of metrics after a few steps whose gradients agree to `SUM_ORDER`; seen: under 2e-7."""
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -150,22 +149,24 @@ def test_a_killed_run_resumes_with_the_same_curve_to_the_last_bit(make_config: M
 
 def kill_after(*, lines: int, config: Path, metrics: Path) -> None:
     """Train in a process of its own and kill it with -9 as soon as it has written `lines` lines of metrics."""
-    code = (
-        "import sys, time, torch; torch.set_num_threads(1)\n"
-        "from mtp_zoo.training.config import TrainConfig; from mtp_zoo.training.trainer import Trainer\n"
-        "trainer = Trainer(TrainConfig.from_yaml(sys.argv[1])); step = trainer.train_step\n"
-        f"trainer.train_step = lambda number: step(number) if number <= {lines} else time.sleep(600)\n"
-        "trainer.fit()\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(config)], cwd=REPOSITORY, stderr=subprocess.PIPE)
+    process = forked().Process(target=_train_and_hang, args=(lines, str(config)))
+    process.start()
     deadline = time.monotonic() + 300
     while not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") < lines:
-        assert process.poll() is None, process.communicate()[1].decode()
+        assert process.is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _train_and_hang(lines: int, config: str) -> None:
+    torch.set_num_threads(1)
+    trainer = Trainer(TrainConfig.from_yaml(config))
+    step = trainer.train_step
+    trainer.train_step = lambda number: step(number) if number <= lines else time.sleep(600)
+    trainer.fit()
 
 
 def test_a_run_without_a_checkpoint_resumes_from_its_start(make_config: MakeConfig) -> None:
@@ -434,6 +435,12 @@ def test_trackers_get_the_settings_and_every_step(make_config: MakeConfig, monke
     assert all({"loss", "mtp/acc_1", "tokens_per_second"} <= values.keys() for _, values in recorder.logged)
 
 
+def _train_as_rank(config: str) -> None:
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    torch.set_num_threads(1)
+    train(TrainConfig.from_yaml(config))
+
+
 @pytest.mark.slow
 def test_two_processes_follow_the_curve_of_one(make_config: MakeConfig, tmp_path: Path) -> None:
     """Counts were averaged within a rank only: https://github.com/huggingface/transformers/pull/34373"""
@@ -441,19 +448,12 @@ def test_two_processes_follow_the_curve_of_one(make_config: MakeConfig, tmp_path
     train(one)
     two = make_config(batch_size=2)
     (tmp_path / "config.yaml").write_text(two.to_yaml(), encoding="utf-8")
-    code = (
-        "import sys, torch; torch.set_num_threads(1)\n"
-        "from mtp_zoo.training.config import TrainConfig; from mtp_zoo.training.trainer import train\n"
-        "train(TrainConfig.from_yaml(sys.argv[1]))\n"
-    )
-    (tmp_path / "run.py").write_text(code, encoding="utf-8")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, str(tmp_path / "run.py"), str(tmp_path / "config.yaml")],
-        env=environment, capture_output=True, text=True, timeout=500, check=False,
+    launch = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        max_restarts=0, start_method=METHOD,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    forked()
+    elastic_launch(launch, _train_as_rank)(str(tmp_path / "config.yaml"))
     curves = [
         [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         for config in (one, two)
