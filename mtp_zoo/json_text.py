@@ -54,7 +54,7 @@ def parse_json(raw: bytes, *, unique: bool = False) -> Any:
     text = raw.decode("utf-8")
     value = json.loads(text)
     if unique and _pairs(value) != text.count(":"):
-        value = json.loads(text, object_pairs_hook=_unique)  # a name twice, or no more than a colon in some text
+        value = json.loads(text, object_pairs_hook=_unique)  # a name twice, or only a colon in some text
     if SURROGATE.search(text):
         _refuse_halves(value)
     return value
@@ -69,15 +69,11 @@ def _refuse_halves(value: Any) -> None:
 
 
 def _pairs(value: Any) -> int:
-    """Names in a table and the tables in it. Each took a colon, so where the text has as many, none was dropped."""
+    """Names in a table and in the tables that it holds. Each took a colon: where the text has as many, none was dropped."""
     if type(value) is not dict:
         return 0
     table = cast("dict[str, Any]", value)
-    count = len(table)
-    for inner in table.values():
-        if type(inner) is dict:
-            count += _pairs(inner)
-    return count
+    return len(table) + sum(map(len, [inner for inner in table.values() if type(inner) is dict]))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

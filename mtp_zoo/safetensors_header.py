@@ -15,6 +15,7 @@ import struct
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -194,7 +195,7 @@ def decode_header(raw: bytes, file: str, size: int) -> Header:
     table = _parse(raw, file)
     metadata = _metadata(table.pop("__metadata__", {}), file)
     base = 8 + len(raw)
-    entries = sorted(_entries(table, file, base), key=lambda e: (e.start, e.end))
+    entries = sorted(_entries(table, file, base), key=attrgetter("start", "end"))
     _check_layout(entries, file, base, size)
     return Header(tuple(entries), metadata, base, _digest(raw))
 

@@ -11,7 +11,6 @@ Names of the published forms, each behind its module's name:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
 
 from mtp_zoo.checkpoint import TensorEntry
 from mtp_zoo.diagnosis.finding import Finding
@@ -112,14 +111,16 @@ def _left_over(subject: Subject) -> Iterator[TensorEntry]:
 def _misfits(subject: Subject) -> Iterator[tuple[str, str]]:
     """FP8 tensors whose scale has another dtype or shape than the config's scheme asks for."""
     scheme_of = schemes_of(subject.index.config)
-    misfit = cache(_misfit)  # of thousands of tensors, a few differ in what is looked at
+    seen: dict[tuple[object, ...], str | None] = {}  # of thousands of tensors, a few differ in what is looked at
     for last, held in subject.by_last_name.items():
-        scales = _scales(subject, last)
-        for module in held.keys() & scales.keys():
-            entry, scale = held[module], scales[module]
-            if entry.dtype != FP8 or (scheme := scheme_of(entry.name)) is None:
+        for module, scale in _scales(subject, last).items():
+            entry = held.get(module)
+            if entry is None or entry.dtype != FP8 or (scheme := scheme_of(entry.name)) is None:
                 continue
-            if problem := misfit(scheme, entry.shape, scale.shape, scale.dtype):
+            key = (scheme.kind, scheme.block, entry.shape, scale.shape, scale.dtype)
+            if key not in seen:
+                seen[key] = _misfit(scheme, entry.shape, scale.shape, scale.dtype)
+            if problem := seen[key]:
                 yield scale.name, problem
 
 
