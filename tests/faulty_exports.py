@@ -9,11 +9,13 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from mtp_zoo import overlay
 from mtp_zoo.errors import ExportError
 from mtp_zoo.exporter import export
 from mtp_zoo.journal import UNDO, UPDATE, rollback
@@ -37,6 +39,22 @@ class Tally:
     faults: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+
+
+class _Here:
+    """An executor whose work is done by the thread that asks for it, at once."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*args))
+        except OSError as error:
+            done.set_exception(error)
+        return done
+
+    def shutdown(self) -> None: ...
 
 
 class Trials:
@@ -63,13 +81,13 @@ class Trials:
     def calls(self) -> int:
         """How many writing calls one undisturbed run makes."""
         self._reset()
-        return len(syscalls.trace(self._work).calls)
+        return len(syscalls.trace(self._in_one_thread).calls)
 
     def kill_at(self, calls: Iterable[int]) -> None:
         """End a run by SIGKILL before each of these writing calls."""
         for at in calls:
             self._reset()
-            found = syscalls.trace(self._work, at=at)
+            found = syscalls.trace(self._in_one_thread, at=at)
             self._judge_kill(f"killed before call {at}, {found.calls[-1]}", found.exit_code)
 
     def kill_randomly(self, count: int, seed: int) -> None:
@@ -93,7 +111,7 @@ class Trials:
         """Let each of these writing calls fail once."""
         for at in calls:
             self._reset()
-            found = syscalls.trace(self._work, at=at, fault=number)
+            found = syscalls.trace(self._in_one_thread, at=at, fault=number)
             what = f"call {at}, {found.calls[at - 1]}, failed with {errno.errorcode[number]}"
             self.tally.faults += 1
             self.tally.ended["error" if found.exit_code == REFUSED else "done"] += 1
@@ -101,6 +119,10 @@ class Trials:
             if found.exit_code == REFUSED:
                 self._expect(not self.out.exists() and contents(self.base) == self.old, f"{what}: not as it was")
                 self._expect(not self._left_over(), f"{what}: {self._left_over()} is left")
+
+    def _in_one_thread(self) -> None:
+        overlay.ThreadPoolExecutor = _Here  # in a child: calls of its first thread are all that is traced
+        self._work()
 
     def _work(self) -> None:
         try:
