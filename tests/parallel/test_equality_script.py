@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.children import run_forked, run_script
 from tests.pages import DOCS, ROOT
 
 HEADERS = ("ranks", "head", "batch")
 SCRIPT = ROOT / "scripts/parallel_equality.py"
 
 
-def measured(*options: str) -> list[list[str]]:
+def measured(folder: Path, *options: str) -> list[list[str]]:
     """Names of the rows that the script measures."""
-    command = [sys.executable, str(SCRIPT), "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr  # 1 where a figure is above the limit
+    done = run_forked(folder, run_script, str(SCRIPT), "--json", *options)
+    assert done.status == 0, done.stdout + done.stderr  # 1 where a figure is above the limit
     return [[row[name] for name in HEADERS] for row in json.loads(done.stdout)]
 
 
 @pytest.mark.slow
-def test_the_script_measures_a_row_of_each_way_to_share() -> None:
-    rows = measured("--first")
+def test_the_script_measures_a_row_of_each_way_to_share(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "--first")
     assert [row[0] for row in rows] == ["DDP", "FSDP2", "context, zigzag", "context, contiguous"]
     assert all(row in shown() for row in rows)
 
