@@ -223,24 +223,29 @@ class LoopbackHub:
         self.requests.clear()
 
 
-@contextlib.contextmanager
-def served(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[LoopbackHub]:
-    """A hub that huggingface_hub talks to in this process, with empty caches below `folder`."""
+def talk_to(url: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have huggingface_hub talk to the hub at `url` in this process, with its caches below `folder`."""
     from huggingface_hub import constants
     from huggingface_hub.utils import _cache_assets, close_session
 
+    close_session()
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+    monkeypatch.setattr(_cache_assets, "HF_ASSETS_CACHE", str(folder / "assets"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+@contextlib.contextmanager
+def served(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[LoopbackHub]:
+    """A hub that huggingface_hub talks to in this process, with empty caches below `folder`."""
+    from huggingface_hub.utils import close_session
+
     with LoopbackHub() as hub:
-        close_session()
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
-        monkeypatch.setattr(_cache_assets, "HF_ASSETS_CACHE", str(folder / "assets"))
-        monkeypatch.delenv("HF_TOKEN", raising=False)
+        talk_to(hub.url, monkeypatch, folder)
         try:
             yield hub
         finally:

@@ -16,17 +16,16 @@ PATIENCE = datetime.timedelta(seconds=120)
 """How long a rank waits for another, before it fails instead of hanging."""
 
 
-def on_ranks(function: Callable[..., Any], folder: Path, *args: Any, size: int = 2, start: str = METHOD) -> list[Any]:
+def on_ranks(function: Callable[..., Any], folder: Path, *args: Any, size: int = 2) -> list[Any]:
     """`function(rank, *args)` on ranks 0 .. size - 1 of one gloo group; what they return, rank 0 first.
 
-    A start takes a second, so that one call should compute all cases of a file; with "spawn" it takes many, and libraries
-    read the environment as it is now. Files, not ports, bring the ranks together: nothing else on the machine can be in
-    the way.
+    A start takes a second, so that one call should compute all cases of a file. Files, not ports, bring the ranks
+    together: nothing else on the machine can be in the way.
     """
     folder.mkdir(parents=True, exist_ok=True)
     forked()
     torch.multiprocessing.start_processes(
-        _rank, args=(size, function, str(folder), args), nprocs=size, start_method=start
+        _rank, args=(size, function, str(folder), args), nprocs=size, start_method=METHOD
     )
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mtp_zoo as mz
 from mtp_zoo.parallel import own_values
-from tests.hub.loopback import LoopbackHub, hub  # noqa: F401
+from tests.hub.loopback import LoopbackHub, hub, talk_to  # noqa: F401
 from tests.parallel.ranks import on_ranks
 from tests.tiny import tiny_config, tiny_tensors, write_checkpoint
 
@@ -23,7 +23,8 @@ MOVED_SHARE = 0.52
 """What a rank may move of the head: its half, and headers, index, config and closed gaps."""
 
 
-def _load(_rank: int) -> dict[str, Any]:
+def _load(_rank: int, url: str, folder: str) -> dict[str, Any]:
+    talk_to(url, pytest.MonkeyPatch(), Path(folder))  # never undone: this process ends
     head = mz.load_head(REPO, mesh=init_device_mesh("cpu", (2,)))
     return {
         "rows": {name: own_values(value) for name, value in head.weights().items()},
@@ -33,20 +34,14 @@ def _load(_rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_each_rank_moves_its_half_of_the_head(
-    hub: LoopbackHub,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_rank_moves_its_half_of_the_head(hub: LoopbackHub, tmp_path: Path) -> None:  # noqa: F811
     config = tiny_config(intermediate_size=WIDE)
     tensors = tiny_tensors(config)
     own = [name for name in tensors if name.startswith("mtp.")]
     layout = {"a.safetensors": [name for name in tensors if name not in own], "b.safetensors": own}
     base = write_checkpoint(tmp_path / "base", config, tensors, shards=layout)
     hub.publish(REPO, hub.files_of(base))
-    for name, value in hub.environment(tmp_path / "cache").items():
-        monkeypatch.setenv(name, value)
-    ranks = on_ranks(_load, tmp_path / "ranks", start="spawn")
+    ranks = on_ranks(_load, tmp_path / "ranks", hub.url, str(tmp_path / "cache"))
     whole = mz.load_head(base).weights()
     for name, value in whole.items():
         assert torch.equal(torch.cat([rank["rows"][name] for rank in ranks]), value), name
