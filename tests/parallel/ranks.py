@@ -23,7 +23,7 @@ def on_ranks(function: Callable[..., Any], folder: Path, *args: Any, size: int =
     together: nothing else on the machine can be in the way.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    forked()
+    forked()  # says what the server loads
     torch.multiprocessing.start_processes(
         _rank, args=(size, function, str(folder), args), nprocs=size, start_method=METHOD
     )

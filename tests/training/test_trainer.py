@@ -452,7 +452,7 @@ def test_two_processes_follow_the_curve_of_one(make_config: MakeConfig, tmp_path
         min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         max_restarts=0, start_method=METHOD,
     )  # fmt: skip
-    forked()
+    forked()  # says what the server loads
     elastic_launch(launch, _train_as_rank)(str(tmp_path / "config.yaml"))
     curves = [
         [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
