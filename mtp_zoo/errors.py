@@ -3,6 +3,7 @@
 One class a condition. The command line maps every `MTPZooError` to exit code 2 and prints `str(error)`.
 
     MTPZooError
+    ├── ArgumentError                     arguments of the wrong type or out of range; all in its .problems
     ├── RegistryError
     │   ├── UnknownFamilyError            no family of that name
     │   ├── DuplicateFamilyError          two families claim one name or one model_type
@@ -68,6 +69,10 @@ class MTPZooError(Exception):
     def __str__(self) -> str:
         lines = [self.message, *(f"  - {problem}" for problem in self.problems), f"Remedy: {self.remedy}"]
         return "\n".join(lines)
+
+
+class ArgumentError(MTPZooError):
+    """Arguments of a call that have the wrong type or are out of range; all are in `problems`."""
 
 
 class RegistryError(MTPZooError):

@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mtp_zoo.arguments import LIST, MAPPING, is_number, shown
 from mtp_zoo.errors import ObjectiveError
 
 Mix: TypeAlias = Mapping[str, float]
@@ -82,15 +83,15 @@ def ce(head: Side, labels: Int[Tensor, " n"]) -> Valued:
 
 def kl(head: Side, target: Side) -> Valued:
     """Forward KL, in nats."""
-    inner = (target.probs * (target.logits - head.logits)).sum(-1)
+    inner = _expected(target.probs, target.logits - head.logits).sum(-1)
     return inner - target.log_total + head.log_total, head.probs - target.probs
 
 
 def reverse_kl(head: Side, target: Side) -> Valued:
     """Reverse KL, in nats."""
     gap = head.logits - target.logits
-    inner = (head.probs * gap).sum(-1)
-    return inner - head.log_total + target.log_total, head.probs * (gap - inner[:, None])
+    inner = _expected(head.probs, gap).sum(-1)
+    return inner - head.log_total + target.log_total, _expected(head.probs, gap - inner[:, None])
 
 
 def tv(head: Side, target: Side) -> Valued:
@@ -107,6 +108,11 @@ def lk(head: Side, target: Side) -> Valued:
 def accepted(head: Side, target: Side) -> Float[Tensor, " n"]:
     """sum min(p, q): the probability that rejection sampling accepts a draft from q."""
     return torch.minimum(head.probs, target.probs).sum(-1)
+
+
+def _expected(probs: Tensor, values: Tensor) -> Tensor:
+    """Return `probs * values`, 0 where the probability is 0: a token at -inf on both sides has the value NaN."""
+    return (probs * values).masked_fill_(probs == 0, 0.0)
 
 
 def _smallest(probs: Tensor) -> float:
@@ -189,11 +195,15 @@ def parse_mix(loss: str | Mix) -> dict[str, float]:
     """`"kl"` or `{"kl": 0.9, "ce": 0.1}` as a checked mix.
 
     Raises:
-        ObjectiveError: an unknown loss, an empty mix, or a weight that is not positive.
+        ObjectiveError: an unknown loss, an empty mix, or a weight that is no finite number > 0.
     """
-    mix = {loss: 1.0} if isinstance(loss, str) else dict(loss)
-    wrong = [f"'{name}': no such loss" for name in mix if name not in LOSSES]
-    wrong += [f"'{name}': expected a weight > 0, got {weight}" for name, weight in mix.items() if not weight > 0]
+    mix = {loss: 1.0} if isinstance(loss, str) else dict(loss) if MAPPING.accepts(loss) else {}
+    wrong = [f"{name!r}: no such loss" for name in mix if name not in LOSSES]
+    wrong += [
+        f"'{name}': expected a finite weight > 0, got {shown(weight)}"
+        for name, weight in mix.items()
+        if not (is_number(weight) and weight > 0)
+    ]
     if wrong or not mix:
         raise ObjectiveError(
             f"Reading the loss {loss!r}: it is no loss and no mix of losses.",
@@ -211,7 +221,7 @@ def parse_losses(loss: str | Mix | Sequence[str | Mix], depths: int) -> tuple[di
     Raises:
         ObjectiveError: see `parse_mix`; also a sequence whose length is not `depths`.
     """
-    if isinstance(loss, (str, Mapping)):
+    if isinstance(loss, (str, Mapping)) or not LIST.accepts(loss):
         return (parse_mix(loss),) * depths
     if len(loss) != depths:
         raise ObjectiveError(

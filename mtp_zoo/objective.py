@@ -16,6 +16,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mtp_zoo.arguments import (
+    FLAG,
+    LIST,
+    checked,
+    having,
+    is_number,
+    number,
+    one_of,
+    optional,
+    refuse,
+    shown,
+    some_of,
+    whole,
+)
 from mtp_zoo.batch import DepthSlots, TokenBatch
 from mtp_zoo.chunked_loss import DepthRows, chunked_loss
 from mtp_zoo.errors import ObjectiveError
@@ -54,10 +68,17 @@ class MTPOutput:
         return self.stats.metrics()
 
 
+@checked(
+    "Counting the slots of a step", error=ObjectiveError, depths=whole(least=1), reduction=one_of(*get_args(Reduction))
+)
 def step_counts(
     batches: Iterable[TokenBatch], depths: int, *, reduction: Reduction = "global"
 ) -> Float[Tensor, " depths"]:
-    """Denominators of one optimiser step: gated slots a depth over all its micro-batches and ranks."""
+    """Return the denominators of one optimiser step: gated slots a depth over all its micro-batches and ranks.
+
+    Raises:
+        ObjectiveError: `depths` or `reduction` is out of range.
+    """
     total = torch.zeros(depths)
     for tokens in batches:
         total = total.to(tokens.input_ids.device) + _counts(tokens, depths, reduction)
@@ -93,6 +114,20 @@ class MTPObjective(nn.Module):
         ...     objective(tokens, hidden, step_counts=counts).loss.backward()
     """
 
+    @checked(
+        "Building the objective",
+        error=ObjectiveError,
+        head=having("a draft head (DraftHead, or a module of the same interface)", "run_depth", "spec"),
+        depths=whole(least=1),
+        beta=number(least=0),
+        rollout=optional(one_of(*get_args(Rollout))),
+        reduction=one_of(*get_args(Reduction)),
+        chunk_size=optional(whole(least=1)),
+        detach=some_of(DETACH),
+        temperature=number(above=0),
+        top_k=optional(whole(least=1)),
+        agreement=FLAG,
+    )
     def __init__(
         self,
         head: DraftHead,
@@ -123,21 +158,12 @@ class MTPObjective(nn.Module):
         self._check()
 
     def _check(self) -> None:
-        positive = {"chunk_size": self.chunk_size, "top_k": self.comparison.top_k, "depths": self.depths}
-        wrong = [f"{name}: expected a number >= 1, got {n}" for name, n in positive.items() if n is not None and n < 1]
-        if not self.comparison.temperature > 0:
-            wrong.append(f"temperature: expected a number > 0, got {self.comparison.temperature}")
-        if self.reduction not in get_args(Reduction):
-            wrong.append(f"reduction: expected one of {get_args(Reduction)}, got {self.reduction!r}")
-        if self.detach - DETACH:
-            wrong.append(f"detach: expected some of {sorted(DETACH)}, got {sorted(self.detach)}")
+        """Check what depends on two arguments at once."""
         if not self.agreement and any(set(mix) != {"ce"} for mix in self.mixes):
-            wrong.append("agreement: may be False only where every loss is 'ce'; others compare with the target anyway")
-        if wrong:
-            raise ObjectiveError(
-                "Building the objective: some arguments are out of range.",
-                remedy="Correct the named arguments.",
-                problems=wrong,
+            refuse(
+                "Building the objective",
+                ["agreement: may be False only where every loss is 'ce'; others compare with the target anyway"],
+                ObjectiveError,
             )
 
     def forward(
@@ -162,6 +188,12 @@ class MTPObjective(nn.Module):
             detach_embedding="embedding" in self.detach,
         )
         counts = step_counts
+        if counts is not None and counts.shape != (self.depths,):
+            raise ObjectiveError(
+                f"Computing the loss: expected step_counts of shape [{self.depths}], one count a depth, got "
+                f"{list(counts.shape)}.",
+                remedy="Pass what step_counts(batches, depths=objective.depths) returns.",
+            )
         if counts is None or self.reduction == "micro_batch":
             counts = _counts(tokens, self.depths, self.reduction)
         scale = torch.tensor(self.weights, device=hidden.device) / counts.to(hidden.device).clamp(min=1)
@@ -215,11 +247,13 @@ def _counts(tokens: TokenBatch, depths: int, reduction: Reduction) -> Tensor:
 
 def _weights(depths: int, beta: float, weights: Sequence[float] | None) -> list[float]:
     if weights is None:
-        raw = [beta**index for index in range(depths)]
+        # counted from the heavier end, so that no power overflows
+        raw = [beta**k if beta <= 1 else (1 / beta) ** (depths - 1 - k) for k in range(depths)]
         return [value / sum(raw) for value in raw]
-    if len(weights) != depths or min(weights, default=-1.0) < 0:
+    wrong = not LIST.accepts(weights) or len(weights) != depths
+    if wrong or not all(is_number(each) and each >= 0 for each in weights) or not any(weights):
         raise ObjectiveError(
-            f"Reading the depth weights: expected {depths} numbers >= 0, got {list(weights)}.",
+            f"Reading the depth weights: expected {depths} finite numbers >= 0, not all 0, got {shown(weights)}.",
             remedy="Give one weight a depth.",
         )
     return [float(weight) for weight in weights]

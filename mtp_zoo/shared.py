@@ -16,12 +16,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mtp_zoo.arguments import refuse, shown
 from mtp_zoo.checkpoint import CheckpointIndex, TensorReader
 from mtp_zoo.errors import ParallelError, SharedTensorError
 from mtp_zoo.logits import PLAIN, LogitRule
 from mtp_zoo.progress import progress
 from mtp_zoo.quantization import refuse_quantized
 from mtp_zoo.registry import Family, get_family, needed_by_head, resolve_family
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes in which products with the lm_head are computed; numbers of any other mean nothing without their scales."""
 
 
 class SharedTensors:
@@ -32,6 +36,10 @@ class SharedTensors:
         lm_head: module whose `weight` is [vocab, hidden].
         final_norm: the target's last norm; needed by families whose tap lies before it.
         rule: what the target does behind its lm_head.
+
+    Raises:
+        SharedTensorError: a module without a matrix `weight`, with quantised or integer weights, an lm_head with a bias, or
+            an lm_head of another width than the embedding.
     """
 
     def __init__(
@@ -41,6 +49,7 @@ class SharedTensors:
         final_norm: nn.Module | None = None,
         rule: LogitRule = PLAIN,
     ) -> None:
+        _refuse_unusable(embedding, lm_head)
         self.embedding = embedding
         self.lm_head = lm_head
         self.final_norm = final_norm
@@ -103,6 +112,25 @@ class SharedTensors:
         """Full logits; for drafting and tests. Losses use chunks (`mtp_zoo.losses`)."""
         weight = self.lm_head_weight
         return self.rule.apply_(states.to(weight.dtype) @ self.rule.entries(weight).T)
+
+
+def _refuse_unusable(embedding: Any, lm_head: Any) -> None:
+    """Refuse modules that compute something other than a look-up in, or a product with, a float matrix."""
+    problems: list[str] = []
+    for role, module in (("embedding", embedding), ("lm_head", lm_head)):
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            problems.append(f"{role}: expected a module with a matrix 'weight', got {shown(module)}")
+        elif weight.dtype not in FLOATS:
+            problems.append(f"{role}: expected a weight in one of {FLOATS}, got {weight.dtype}")
+    if getattr(lm_head, "bias", None) is not None:
+        problems.append("lm_head: expected no bias, found one, which the losses and drafts would leave out")
+    refuse(
+        "Borrowing the embedding and the lm_head of a target",
+        problems,
+        SharedTensorError,
+        "Pass a target with float embeddings and a plain lm_head; leave lm_head out of what a quantiser converts.",
+    )
 
 
 def language_model(target: Any) -> Any:

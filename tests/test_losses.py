@@ -142,7 +142,8 @@ def test_distributions_without_a_common_token_give_finite_numbers(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("loss", "piece"), [("klx", "'klx': no such loss"), ({}, "no mix"), ({"ce": 0.0}, "'ce': expected a weight > 0")]
+    ("loss", "piece"),
+    [("klx", "'klx': no such loss"), ({}, "no mix"), ({"ce": 0.0}, "'ce': expected a finite weight > 0")],
 )
 def test_a_loss_that_is_none_is_refused(loss: str | dict[str, float], piece: str) -> None:
     with pytest.raises(ObjectiveError, match=piece):
@@ -155,3 +156,16 @@ def test_losses_are_one_for_all_depths_or_one_a_depth() -> None:
     assert parse_losses(["ce", {"lk": 2.0}], 2) == ({"ce": 1.0}, {"lk": 2.0})
     with pytest.raises(ObjectiveError, match="one for each of 3 depths, got 2"):
         parse_losses(["ce", "kl"], 3)
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize("name", sorted(DIVERGENCES))
+def test_a_token_that_both_sides_exclude_changes_no_loss(name: str) -> None:
+    q, p = [0.1, 0.2, 0.7], [0.5, 0.3, 0.2]
+    value, grad = DIVERGENCES[name](side(*q), side(*p))
+    longer = [Side(torch.cat([each.logits, torch.full((1, 1), -INF)], dim=1)) for each in (side(*q), side(*p))]
+    more, wide = DIVERGENCES[name](*longer)
+    torch.testing.assert_close(more, value)
+    torch.testing.assert_close(wide, torch.cat([grad, grad.new_zeros(1, 1)], dim=1))
