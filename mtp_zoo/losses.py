@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -222,7 +222,7 @@ def parse_losses(loss: str | Mix | Sequence[str | Mix], depths: int) -> tuple[di
         ObjectiveError: see `parse_mix`; also a sequence whose length is not `depths`.
     """
     if isinstance(loss, (str, Mapping)) or not LIST.accepts(loss):
-        return (parse_mix(loss),) * depths
+        return (parse_mix(cast("str | Mix", loss)),) * depths
     if len(loss) != depths:
         raise ObjectiveError(
             f"Reading the losses {list(loss)}: expected one loss, or one for each of {depths} depths, got {len(loss)}.",
