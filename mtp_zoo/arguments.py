@@ -92,6 +92,7 @@ def either(*rules: Rule) -> Rule:
     return Rule(" or ".join(rule.expected for rule in rules), lambda value: any(rule.accepts(value) for rule in rules))
 
 
+TARGET = having("a transformers model", "get_input_embeddings", "get_output_embeddings", "config")
 FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 TEXT = Rule("a string that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
 PATH = Rule(

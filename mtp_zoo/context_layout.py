@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from mtp_zoo.arguments import checked, instance, whole
 from mtp_zoo.batch import PADDING, TokenBatch, ahead
 from mtp_zoo.errors import ParallelError
 
@@ -45,6 +46,7 @@ def pick(
     return values[torch.arange(len(values), device=values.device)[:, None], slots]
 
 
+@checked("Padding documents", error=ParallelError, tokens=instance("a TokenBatch", TokenBatch), multiple=whole(least=1))
 def pad_documents(tokens: TokenBatch, multiple: int) -> TokenBatch:
     """The batch with every document's room padded to a multiple, as zigzag needs it: 2 * size. Before the target's forward.
 

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mtp_zoo.arguments import checked, instance, one_of, optional, refuse, whole
 from mtp_zoo.batch import DepthSlots, Segment, TokenBatch
 from mtp_zoo.context_attention import ContextState, KeyPlaces
 from mtp_zoo.context_layout import Layout, gather_order, pick
@@ -165,6 +166,16 @@ class ShardedBatch(TokenBatch):
         return values
 
 
+@checked(
+    "Splitting a batch",
+    error=ParallelError,
+    tokens=instance("a TokenBatch", TokenBatch),
+    depths=whole(least=1),
+    rank=optional(whole(least=0)),
+    size=optional(whole(least=1)),
+    layout=one_of(*get_args(Layout)),
+    group=optional(instance("a process group", ProcessGroup)),
+)
 def split(
     tokens: TokenBatch,
     depths: int,
@@ -188,7 +199,7 @@ def split(
     """
     if group is not None:
         rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    _check_request(tokens, depths, rank, size, layout)
+    _check_request(tokens, rank, size)
     assert rank is not None
     assert size is not None
     order = gather_order(tokens, size, layout)
@@ -212,15 +223,10 @@ def _cut_slots(slots: DepthSlots, here: Tensor) -> DepthSlots:
     return DepthSlots(*(pick(getattr(slots, f.name), here) for f in fields(slots)))
 
 
-def _check_request(tokens: TokenBatch, depths: int, rank: int | None, size: int | None, layout: str) -> None:
-    problems = [f"layout: expected one of {get_args(Layout)}, got {layout!r}"] if layout not in get_args(Layout) else []
-    if depths < 1:
-        problems.append(f"depths: expected at least 1, got {depths}")
+def _check_request(tokens: TokenBatch, rank: int | None, size: int | None) -> None:
+    problems: list[str] = []
     if rank is None or size is None or not 0 <= rank < size:
         problems.append(f"rank and size: expected 0 <= rank < size, or a group, got {rank} and {size}")
     if isinstance(tokens, ShardedBatch):
         problems.append("tokens: expected a whole batch, got one that is split")
-    if problems:
-        raise ParallelError(
-            "Splitting a batch: it can't be done as asked.", remedy="Correct the arguments.", problems=problems
-        )
+    refuse("Splitting a batch", problems, ParallelError)

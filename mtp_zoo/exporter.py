@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mtp_zoo.arguments import FLAG, FLOAT_DTYPE, MAPPING, PATH, checked, having, optional
 from mtp_zoo.checkpoint import CheckpointIndex, torch_dtype
 from mtp_zoo.errors import ExportError
 from mtp_zoo.export_check import check_output
@@ -86,6 +87,17 @@ class ExportReport:
         return "\n".join([*lines, *(f"notice: {notice}" for notice in self.notices)])
 
 
+@checked(
+    "Exporting a head",
+    error=ExportError,
+    head=having("a DraftHead", "family", "weights", "rounds"),
+    base=PATH,
+    out=optional(PATH),
+    in_place=FLAG,
+    copy=FLAG,
+    dtype=optional(FLOAT_DTYPE),
+    training=optional(MAPPING),
+)
 def export(
     head: DraftHead,
     base: str | Path,

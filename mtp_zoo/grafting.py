@@ -13,6 +13,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_zoo.arguments import FLAG, FLOAT_DTYPE, PATH, TEXT, checked, optional
 from mtp_zoo.checkpoint import CheckpointIndex
 from mtp_zoo.errors import ExportError
 from mtp_zoo.export_preview import ExportPreview, head_on_meta, preview_export
@@ -29,6 +30,18 @@ ADAPTER = "adapter_config.json"
 """What PEFT saves of a model that is not merged."""
 
 
+ARGUMENTS = {
+    "source": PATH,
+    "into": PATH,
+    "out": optional(PATH),
+    "in_place": FLAG,
+    "copy": FLAG,
+    "dtype": optional(FLOAT_DTYPE),
+    "revision": optional(TEXT),
+}
+
+
+@checked("Grafting a head", error=ExportError, **ARGUMENTS)
 def graft(
     source: str | Path,
     into: str | Path,
@@ -75,6 +88,7 @@ def graft(
     return dataclasses.replace(report, notices=(*notices, *report.notices))
 
 
+@checked("Grafting a head", error=ExportError, **ARGUMENTS)
 def preview_graft(
     source: str | Path,
     into: str | Path,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mtp_zoo.arguments import PATH, checked
 from mtp_zoo.errors import BrokenCheckpointError, ExportError, RollbackError
 from mtp_zoo.index_file import INDEX_NAME
 from mtp_zoo.json_text import parse_object, read_bounded
@@ -53,6 +54,7 @@ class RollbackReport:
     removed: tuple[str, ...] = ()
 
 
+@checked("Rolling back an update", error=RollbackError, directory=PATH)
 def rollback(directory: str | Path) -> RollbackReport:
     """Bring back the files that the last update in place replaced, or what an update that was cut short had moved.
 
@@ -79,6 +81,7 @@ def rollback(directory: str | Path) -> RollbackReport:
     return RollbackReport(root, "finished", report.restored, report.removed)
 
 
+@checked("Discarding the undo of an update", error=RollbackError, directory=PATH)
 def discard_undo(directory: str | Path) -> int:
     """Remove the files that the last update in place replaced; returns the bytes that this frees.
 

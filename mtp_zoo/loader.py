@@ -16,13 +16,30 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
+from mtp_zoo.arguments import (
+    DEVICE,
+    FLOAT_DTYPE,
+    PATH,
+    TARGET,
+    TEXT,
+    Rule,
+    checked,
+    either,
+    having,
+    instance,
+    is_whole,
+    one_of,
+    optional,
+    some_of,
+    whole,
+)
 from mtp_zoo.checkpoint import CheckpointIndex, TensorReader, stored_dtype, torch_dtype
 from mtp_zoo.copies import compare_copies
 from mtp_zoo.errors import HeadCountError, SettingsError
 from mtp_zoo.groups import GROUPS, Group
 from mtp_zoo.head import DraftHead
 from mtp_zoo.head_parts import Stored, entries_of, plan_reads, run_read
-from mtp_zoo.keymap import FLOAT_DTYPES, Binding, KeyMap, LoadPlan
+from mtp_zoo.keymap import Binding, KeyMap, LoadPlan
 from mtp_zoo.load_report import LoadedTensor, LoadReport, Origin
 from mtp_zoo.parallel import own_rows, own_values, shard_head
 from mtp_zoo.progress import progress
@@ -30,6 +47,7 @@ from mtp_zoo.quant_ignore import HeadModules, quantized_by
 from mtp_zoo.quantization import Paired, pair, quantization_settings
 from mtp_zoo.rank_line import line_of
 from mtp_zoo.registry import Family, Resolution, get_family, needed_by_head, resolve, resolve_family
+from mtp_zoo.shared import SharedTensors
 from mtp_zoo.site import HeadSite, find_site
 from mtp_zoo.spec import Engine
 
@@ -39,6 +57,22 @@ if TYPE_CHECKING:
 Init: TypeAlias = Literal["checkpoint", "random"]
 
 
+@checked(
+    "Loading a head",
+    error=SettingsError,
+    source=PATH,
+    target=optional(either(instance("SharedTensors", SharedTensors), TARGET)),
+    family=optional(either(TEXT, instance("a Family", Family))),
+    dtype=optional(FLOAT_DTYPE),
+    device=optional(DEVICE),
+    init=one_of(*get_args(Init)),
+    depths=optional(Rule("a whole number", is_whole)),
+    seed=whole(least=0, most=2**64 - 1),
+    engine=optional(one_of(*get_args(Engine))),
+    trainable=some_of(GROUPS),
+    revision=optional(TEXT),
+    mesh=optional(having("a DeviceMesh", "mesh_dim_names", "device_type")),
+)
 def load_head(
     source: str | Path,
     *,
@@ -86,7 +120,7 @@ def load_head(
         UnsupportedQuantizationError: the head is stored quantised, and not as FP8.
         ScaleMismatchError: the head is stored as FP8, and tensors and scales do not belong together.
     """
-    _check_request(source, dtype, init, depths, engine, device, mesh, mp_policy)
+    _check_request(source, init, depths, device, mesh, mp_policy)
     chosen = get_family(family) if isinstance(family, str) else family
     device = device or ("cpu" if mesh is None else mesh.device_type)
     if init == "random":
@@ -104,24 +138,13 @@ def load_head(
 
 def _check_request(
     source: str | Path,
-    dtype: torch.dtype | None,
     init: str,
     depths: int | None,
-    engine: str | None,
     device: torch.device | str | None,
     mesh: DeviceMesh | None,
     mp_policy: Any,
 ) -> None:
-    allowed = {
-        "init": (init, get_args(Init)),
-        "dtype": (dtype, (None, *map(torch_dtype, FLOAT_DTYPES))),
-        "engine": (engine, (None, *get_args(Engine))),
-    }
-    wrong = [
-        f"{name}: expected one of {known}, got {value!r}"
-        for name, (value, known) in allowed.items()
-        if value not in known
-    ]
+    wrong: list[str] = []
     if mesh is None and mp_policy is not None:
         wrong.append("mp_policy: expected a mesh beside it, got none")
     if mesh is not None and device is not None and torch.device(device).type != mesh.device_type:

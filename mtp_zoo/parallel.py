@@ -17,10 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from mtp_zoo.arguments import checked, having, instance, optional
 from mtp_zoo.errors import ParallelError
 from mtp_zoo.head import DraftDepth, DraftHead
 
 
+@checked(
+    "Sharding a head",
+    error=ParallelError,
+    head=instance("a DraftHead", DraftHead),
+    mesh=optional(having("a DeviceMesh", "mesh_dim_names", "device_type")),
+)
 def shard_head(head: DraftHead, mesh: Any = None, *, mp_policy: Any = None) -> DraftHead:
     """Shard a head in place with FSDP2, each depth's block as a group, and what is left as one of the head's own.
 
@@ -50,6 +57,7 @@ def shard_head(head: DraftHead, mesh: Any = None, *, mp_policy: Any = None) -> D
     return head
 
 
+@checked("Gathering a head", error=ParallelError, head=instance("a DraftHead", DraftHead))
 def gather_head(head: DraftHead) -> DraftHead | None:
     """A plain head on the CPU out of one that is sharded, for `export`. All ranks must call it.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_zoo.arguments import FLAG, PATH, TEXT, checked, optional
 from mtp_zoo.checkpoint import CheckpointIndex
 from mtp_zoo.containment import refuse_escapes
 from mtp_zoo.errors import ChangedOnHubError, MTPZooError, PushError, SourceNotFoundError, VerificationError
@@ -54,6 +55,16 @@ class PushReport:
     dry_run: bool
 
 
+@checked(
+    "Pushing a checkpoint",
+    error=PushError,
+    checkpoint=PATH,
+    repo_id=TEXT,
+    revision=optional(TEXT),
+    private=optional(FLAG),
+    create_pr=FLAG,
+    dry_run=FLAG,
+)
 def push(
     checkpoint: str | Path,
     repo_id: str,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mtp_zoo.arguments import TEXT, checked, instance
 from mtp_zoo.errors import (
     DuplicateFamilyError,
     FamilyDefinitionError,
@@ -129,6 +130,7 @@ class Resolution:
 _FAMILIES: dict[str, Family] = {}
 
 
+@checked("Registering a family", family=instance("a Family", Family))
 def register(family: Family) -> Family:
     """Add a family to the table and return it.
 
@@ -171,6 +173,7 @@ def list_families() -> tuple[Family, ...]:
     return tuple(_FAMILIES[name] for name in sorted(_FAMILIES))
 
 
+@checked("Looking up a family", name=TEXT)
 def get_family(name: str) -> Family:
     """The family called `name`.
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mtp_zoo.arguments import refuse, shown
+from mtp_zoo.arguments import DEVICE, FLOAT_DTYPE, PATH, TEXT, checked, either, instance, optional, refuse, shown
 from mtp_zoo.checkpoint import CheckpointIndex, TensorReader
 from mtp_zoo.errors import ParallelError, SharedTensorError
 from mtp_zoo.logits import PLAIN, LogitRule
@@ -139,6 +139,15 @@ def language_model(target: Any) -> Any:
     return getattr(decoder, "language_model", decoder)
 
 
+@checked(
+    "Loading the shared tensors",
+    error=SharedTensorError,
+    source=PATH,
+    family=optional(either(TEXT, instance("a Family", Family))),
+    dtype=optional(FLOAT_DTYPE),
+    device=DEVICE,
+    revision=optional(TEXT),
+)
 def load_shared(
     source: str | Path,
     *,

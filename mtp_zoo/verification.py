@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from mtp_zoo.arguments import PATH, checked, optional
 from mtp_zoo.checkpoint import CheckpointIndex, TensorEntry, TensorReader
 from mtp_zoo.containment import refuse_escapes
 from mtp_zoo.errors import MTPZooError
@@ -73,6 +74,7 @@ class Verification:
         return "\n".join([*lines, *(f"notice: {notice}" for notice in self.notices)])
 
 
+@checked("Verifying a checkpoint", checkpoint=PATH, against=optional(PATH))
 def verify(checkpoint: str | Path, *, against: str | Path | None = None) -> Verification:
     """Check a checkpoint that holds a head.
 

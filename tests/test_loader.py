@@ -513,11 +513,15 @@ def test_a_new_head_leaves_the_callers_random_numbers_alone(base: Path) -> None:
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
-        ({"init": "Random"}, SettingsError, r"init: expected one of \('checkpoint', 'random'\), got 'Random'"),
-        ({"dtype": torch.int8}, SettingsError, r"dtype: expected one of \(None, torch\.bfloat16.*, got torch\.int8"),
+        ({"init": "Random"}, SettingsError, r"init: expected one of \['checkpoint', 'random'\], got 'Random'"),
+        (
+            {"dtype": torch.int8},
+            SettingsError,
+            r"dtype: expected a torch dtype for floats .*, or None, got torch\.int8",
+        ),
         ({"dtype": torch.float8_e4m3fn}, SettingsError, r"dtype: .* got torch\.float8_e4m3fn"),
         ({"dtype": torch.complex64, "init": "random"}, SettingsError, r"dtype: .* got torch\.complex64"),
-        ({"engine": "vLLM"}, SettingsError, r"engine: expected one of \(None, 'vllm', 'sglang'\), got 'vLLM'"),
+        ({"engine": "vLLM"}, SettingsError, r"engine: expected one of \['vllm', 'sglang'\], or None, got 'vLLM'"),
         ({"depths": 1}, HeadCountError, "got 1 with init='checkpoint'"),
         ({"depths": 0, "init": "random"}, HeadCountError, "expected depths >= 1"),
         ({"depths": -1, "init": "random"}, HeadCountError, "expected depths >= 1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from mtp_zoo.arguments import FLAG, PATH, TEXT, checked, optional
 from mtp_zoo.checkpoint import CheckpointIndex
 from mtp_zoo.checkpoint_source import locate
 from mtp_zoo.diagnosis.comparison import check_against
@@ -23,6 +24,7 @@ from mtp_zoo.safetensors_header import collector_paused
 BY_HEADERS = (check_files, check_configuration, check_tensors, check_scales)
 
 
+@checked("Examining a checkpoint", source=PATH, revision=optional(TEXT), deep=FLAG, against=optional(PATH))
 def doctor(
     source: str | Path, *, revision: str | None = None, deep: bool = False, against: str | Path | None = None
 ) -> Diagnosis:

@@ -176,10 +176,10 @@ def test_padding_documents_keeps_positions_and_placeholders() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ((0, 0, 2), "depths: expected at least 1, got 0"),
+        ((0, 0, 2), "depths: expected a whole number >= 1, got 0"),
         ((1, 2, 2), "rank and size: expected 0 <= rank < size, or a group, got 2 and 2"),
         ((1,), "rank and size: expected 0 <= rank < size, or a group, got None and None"),
-        ((1, 0, 2, "ring"), "layout: expected one of ('zigzag', 'contiguous'), got 'ring'"),
+        ((1, 0, 2, "ring"), "layout: expected one of ['zigzag', 'contiguous'], got 'ring'"),
     ],
 )
 def test_a_split_that_is_none_is_refused(arguments: tuple[Any, ...], problem: str) -> None:
@@ -189,7 +189,7 @@ def test_a_split_that_is_none_is_refused(arguments: tuple[Any, ...], problem: st
 
 
 def test_a_part_is_not_split_again() -> None:
-    with pytest.raises(ParallelError, match="it can't be done as asked") as caught:
+    with pytest.raises(ParallelError, match="some arguments can't be used") as caught:
         split(split(packed(8), 1, 0, 2), 1, 0, 2)
     assert caught.value.problems == ("tokens: expected a whole batch, got one that is split",)
 
