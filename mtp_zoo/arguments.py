@@ -93,6 +93,7 @@ def either(*rules: Rule) -> Rule:
 
 
 TARGET = having("a transformers model", "get_input_embeddings", "get_output_embeddings", "config")
+INTEGER = Rule("a whole number", lambda value: is_whole(value))
 FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 TEXT = Rule("a string that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
 PATH = Rule(
@@ -100,9 +101,28 @@ PATH = Rule(
     lambda value: isinstance(value, (str, os.PathLike)) and bool(os.fspath(value)) and "\0" not in str(value),
 )
 LIST = Rule("a list or tuple", lambda value: isinstance(value, Sequence) and not isinstance(value, (str, bytes)))
+SEVERAL = Rule(
+    "an iterable of names, not one name",
+    lambda value: (
+        isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and type(value).__name__ != "Tensor"
+    ),
+)
 MAPPING = Rule("a mapping", lambda value: isinstance(value, Mapping))
 FLOAT_DTYPE = Rule("a torch dtype for floats of at least 16 bits", lambda value: _is_float_dtype(value))
 DEVICE = Rule("a torch device or its name", lambda value: _is_device(value))
+
+
+def tuple_of(rule: Rule) -> Rule:
+    """Accept a tuple, which may be empty, whose entries one rule accepts."""
+    return Rule(
+        f"a tuple, each entry {rule.expected}", lambda value: isinstance(value, tuple) and all(map(rule.accepts, value))
+    )
+
+
+NAMES = Rule(
+    "a tuple of names", lambda value: bool(isinstance(value, tuple) and value) and all(map(TEXT.accepts, value))
+)
+"""At least one."""
 
 
 def problems_of(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> list[str]:
@@ -155,6 +175,15 @@ def checked(
         return call
 
     return decorate
+
+
+def check_fields(record: object, error: type[MTPZooError] = ArgumentError, **rules: Rule) -> None:
+    """Check the fields of a dataclass when it is made.
+
+    Raises:
+        error: with every bad field.
+    """
+    refuse(f"Making a {type(record).__name__}", problems_of(vars(record), rules), error)
 
 
 def shown(value: object) -> str:

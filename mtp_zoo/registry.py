@@ -10,9 +10,9 @@ import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from mtp_zoo.arguments import TEXT, checked, instance
+from mtp_zoo.arguments import MAPPING, NAMES, SEVERAL, TEXT, check_fields, checked, having, instance, optional, tuple_of
 from mtp_zoo.errors import (
     DuplicateFamilyError,
     FamilyDefinitionError,
@@ -85,6 +85,23 @@ class Family:
     block: BlockSource
     target: TargetNames
     engines: Mapping[Engine, str]
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            FamilyDefinitionError,
+            name=TEXT,
+            model_types=NAMES,
+            count_field=optional(TEXT),
+            scope=NAMES,
+            layer=TEXT,
+            shared_parts=tuple_of(TEXT),
+            spec=instance("a HeadSpec", HeadSpec),
+            rules=tuple_of(instance("a Rename, Stack, Split or Skip", *get_args(Rule))),
+            block=having("a BlockSource", "build"),
+            target=instance("a TargetNames", TargetNames),
+            engines=MAPPING,
+        )
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -190,6 +207,12 @@ def get_family(name: str) -> Family:
     )
 
 
+@checked(
+    "Resolving a checkpoint's family",
+    names=SEVERAL,
+    config=instance("a ModelConfig", ModelConfig),
+    family=optional(instance("a Family", Family)),
+)
 def resolve(names: Iterable[str], config: ModelConfig, *, family: Family | None = None) -> Resolution:
     """Decide whose head a checkpoint holds: from tensor names first, the config second, model_type last.
 

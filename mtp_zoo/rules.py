@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, TypeAlias
 
+from mtp_zoo.arguments import INTEGER, NAMES, TEXT, check_fields, one_of, optional
 from mtp_zoo.errors import FamilyDefinitionError
 
 Shape: TypeAlias = tuple[int, ...]
@@ -33,6 +34,9 @@ class Rename:
 
     native: str
     head: str
+
+    def __post_init__(self) -> None:
+        check_fields(self, FamilyDefinitionError, native=TEXT, head=TEXT)
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,9 @@ class Stack:
     head: str
     axis: int = 0
 
+    def __post_init__(self) -> None:
+        check_fields(self, FamilyDefinitionError, native=NAMES, head=TEXT, axis=INTEGER)
+
 
 @dataclass(frozen=True)
 class Split:
@@ -55,6 +62,9 @@ class Split:
     native: str
     head: tuple[str, ...]
     axis: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, FamilyDefinitionError, native=TEXT, head=NAMES, axis=INTEGER)
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,10 @@ class Skip:
     native: str
     because: str
     copy_of: Literal["embedding", "lm_head"] | None = None
+
+    def __post_init__(self) -> None:
+        copied = optional(one_of("embedding", "lm_head"))
+        check_fields(self, FamilyDefinitionError, native=TEXT, because=TEXT, copy_of=copied)
 
 
 Rule: TypeAlias = Rename | Stack | Split | Skip

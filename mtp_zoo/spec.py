@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Literal, TypeVar, get_args
 
+from mtp_zoo.arguments import TEXT, check_fields, instance, one_of, tuple_of
 from mtp_zoo.errors import FamilyDefinitionError
 
 Engine = Literal["vllm", "sglang"]
@@ -96,10 +97,17 @@ class HeadSpec:
     always_float: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        check_fields(
+            self,
+            FamilyDefinitionError,
+            recycle=instance("a PerEngine", PerEngine),
+            zero_first_embedding=instance("a PerEngine", PerEngine),
+            always_float=tuple_of(TEXT),
+        )
         wrong = [
             f"{name}: expected one of {allowed}, got {value!r}"
             for name, value, allowed in self._stated()
-            if value not in allowed
+            if not one_of(*allowed).accepts(value)
         ]
         if wrong:
             raise FamilyDefinitionError(

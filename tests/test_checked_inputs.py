@@ -1,0 +1,201 @@
+"""Every public call refuses a bad value of every argument with one typed error, before it reads, writes or changes anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from torch import Tensor
+
+import mtp_zoo as mz
+from mtp_zoo.errors import MTPZooError
+from tests.attaching import ids, load_model, make_checkpoint
+from tests.exporting import snapshot
+
+BAD: dict[str, Any] = {
+    "none": None,
+    "minus one": -1,
+    "zero": 0,
+    "fraction": 2.5,
+    "nan": math.nan,
+    "inf": math.inf,
+    "true": True,
+    "blank": "",
+    "typo": "typo",
+    "nul": "a\0b",
+    "bytes": b"x",
+    "empty list": [],
+    "list": [object()],
+    "mapping": {"a": object()},
+    "object": object(),
+    "tensor": torch.zeros(2, 3),
+    "class": int,
+}
+"""Values of every kind that callers pass by mistake."""
+
+RECORDS = {
+    "AcceptanceReport",
+    "CheckpointIndex",
+    "Diagnosis",
+    "ExportReport",
+    "Finding",
+    "LoadReport",
+    "MTPOutput",
+    "MTPStats",
+    "PushReport",
+    "RollbackReport",
+    "ShardedBatch",
+    "Verification",
+}
+"""What calls return; nobody else makes them."""
+
+NOT_CALLED = {"DraftModule", "MTPZooError", "__version__", "list_families"}
+"""A protocol, a base class, a string, and a function without arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A checkpoint, its model and head, and a batch."""
+
+    root: Path
+    model: Any
+    head: mz.DraftHead
+    tokens: mz.TokenBatch
+    hidden: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A public call.
+
+    Attributes:
+        run: the function or class.
+        valid: arguments of a call that works.
+        fine: by argument, the names in `BAD` that are good values of it; of every other argument none is.
+        anything: arguments that take any value.
+    """
+
+    run: Callable[..., Any]
+    valid: Callable[[World], dict[str, Any]]
+    fine: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    anything: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> list[str]:
+        kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        parameters = inspect.signature(self.run).parameters.values()
+        return [p.name for p in parameters if p.kind not in kinds and p.name not in self.anything]
+
+
+OUT = {"out": ("typo",), "in_place": (), "copy": ("true",), "dtype": ("none",)}
+CALLS: dict[str, Call] = {
+    "MTPObjective": Call(
+        mz.MTPObjective,
+        lambda w: {"head": w.head},
+        {
+            "beta": ("zero", "fraction"),
+            "weights": ("none",),
+            "rollout": ("none",),
+            "chunk_size": ("none",),
+            "detach": ("empty list",),
+            "temperature": ("fraction",),
+            "top_k": ("none",),
+            "agreement": ("true",),
+        },
+    ),
+    "step_counts": Call(mz.step_counts, lambda w: {"batches": [w.tokens], "depths": 2}, {"batches": ("empty list",)}),
+    "load_head": Call(
+        mz.load_head,
+        lambda w: {"source": w.root},
+        {
+            **dict.fromkeys(("target", "family", "dtype", "device", "depths", "engine", "revision", "mesh"), ("none",)),
+            "seed": ("zero",),
+        },
+        anything=("mp_policy",),
+    ),
+    "load_shared": Call(
+        mz.load_shared,
+        lambda w: {"source": w.root},
+        dict.fromkeys(("family", "dtype", "revision"), ("none",)),
+    ),
+    "export": Call(mz.export, lambda w: {"head": w.head, "base": w.root, "out": "new"}, {**OUT, "training": ("none",)}),
+    "graft": Call(mz.graft, lambda w: {"source": w.root, "into": w.root, "out": "new"}, {**OUT, "revision": ("none",)}),
+    "rollback": Call(mz.rollback, lambda w: {"directory": w.root}),
+    "verify": Call(mz.verify, lambda w: {"checkpoint": w.root}, {"against": ("none",)}),
+    "push": Call(
+        mz.push,
+        lambda w: {"checkpoint": w.root, "repo_id": "org/name"},
+        {"revision": ("none", "typo"), "private": ("none", "true"), "create_pr": ("true",), "dry_run": ("true",)},
+    ),
+    "doctor": Call(
+        mz.doctor,
+        lambda w: {"source": w.root},
+        {"revision": ("none", "typo"), "deep": ("true",), "against": ("none",)},
+    ),
+    "split": Call(
+        mz.split,
+        lambda w: {"tokens": w.tokens, "depths": 1, "rank": 0, "size": 2},
+        {"rank": ("zero",), "group": ("none",)},
+    ),
+    "pad_documents": Call(mz.pad_documents, lambda w: {"tokens": w.tokens, "multiple": 4}),
+    "shard_head": Call(mz.shard_head, lambda w: {"head": w.head}, {"mesh": ()}, anything=("mp_policy",)),
+    "gather_head": Call(mz.gather_head, lambda w: {"head": w.head}),
+    "register": Call(mz.register, lambda w: {"family": w.head.family}),
+    "get_family": Call(mz.get_family, lambda w: {"name": "qwen3_5"}),
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    root = make_checkpoint(tmp_path_factory.mktemp("base") / "checkpoint")
+    model = load_model(root)
+    head = mz.load_head(root, target=model)
+    tokens = mz.TokenBatch.all_tokens(ids(2, 8))
+    return World(root, model, head, tokens, mz.target_states(model, tokens, head.spec))
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the tests' own type checks, and in a folder of their own."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    monkeypatch.chdir(tmp_path)
+
+
+def names_of(thing: str) -> bool:
+    return thing not in RECORDS and thing not in NOT_CALLED
+
+
+def test_every_public_call_is_in_the_table() -> None:
+    assert sorted(CALLS) == sorted(filter(names_of, mz.__all__))
+
+
+CASES = [(name, argument) for name, call in sorted(CALLS.items()) for argument in call.arguments]
+
+
+@pytest.mark.parametrize(("name", "argument"), CASES)
+def test_a_bad_value_is_one_typed_error_and_changes_nothing(
+    name: str, argument: str, world: World, tmp_path: Path
+) -> None:
+    call, before = CALLS[name], snapshot(world.root)
+    wrong: list[str] = []
+    for kind, value in BAD.items():
+        if kind in call.fine.get(argument, ()):
+            continue
+        try:
+            call.run(**{**call.valid(world), argument: value})
+        except MTPZooError:
+            continue
+        except Exception as error:
+            wrong.append(f"{kind}: {type(error).__name__}: {error}")
+        else:
+            wrong.append(f"{kind}: accepted")
+    assert wrong == []
+    assert snapshot(world.root) == before
+    assert list(tmp_path.iterdir()) == []
