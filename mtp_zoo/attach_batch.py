@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from mtp_zoo.batch import TokenBatch
@@ -39,13 +38,13 @@ def token_batch(call: Mapping[str, Any], mask: Tensor | None, config: Any) -> To
         config: the model's config; says which tokens are placeholders.
 
     Raises:
-        AttachError: no token ids, images, labels that were shifted already, or rotary positions of several axes.
-        BatchError: masks, labels and layout that contradict each other.
+        AttachError: no token ids, images, or labels that were shifted already.
+        BatchError: masks, labels and layout that contradict each other, or rotary positions whose axes differ.
     """
     _refuse(call, mask)
     input_ids = cast("Tensor", call["input_ids"])
     layout: dict[str, Any] = {
-        "position_ids": _positions(call.get("position_ids"), input_ids),
+        "position_ids": call.get("position_ids"),
         "cu_seqlens": next((call[name] for name in LENGTHS if call.get(name) is not None), None),
         "seq_idx": call.get("seq_idx"),
         "placeholder_ids": placeholder_ids(config),
@@ -75,22 +74,3 @@ def _refuse(call: Mapping[str, Any], mask: Tensor | None) -> None:
             remedy="Call the model with input_ids and labels; leave media to steps without labels.",
             problems=problems,
         )
-
-
-def _positions(position_ids: Tensor | None, input_ids: Tensor) -> Tensor | None:
-    """Positions [batch, seq]; those of several rotary axes, [3 or 4, batch, seq], are taken where all axes agree.
-
-    Example: [[[0, 1, 2]], [[0, 1, 2]], [[0, 1, 2]]] is [[0, 1, 2]].
-    """
-    if position_ids is None:
-        return None
-    if position_ids.ndim == 3:
-        first = position_ids[0]
-        if not torch.equal(position_ids, first.expand_as(position_ids)):
-            raise AttachError(
-                f"Computing the MTP loss of a call: position_ids {list(position_ids.shape)} differ between rotary axes, as "
-                "they do where images are; the head follows one axis.",
-                remedy="Leave images out, or position_ids: for text all axes are equal.",
-            )
-        position_ids = first
-    return position_ids.expand(input_ids.shape)

@@ -62,11 +62,13 @@ class DepthSlots:
         input_ids: token whose embedding enters the slot; 0 where there is none.
         labels: token to predict; `IGNORED` where the gate is closed.
         gate: whether the slot counts.
+        enters: whether a token of the slot's document enters that is no placeholder; elsewhere the embedding is zero.
     """
 
     input_ids: Int[Tensor, "batch seq"]
     labels: Int[Tensor, "batch seq"]
     gate: Bool[Tensor, "batch seq"]
+    enters: Bool[Tensor, "batch seq"]
 
 
 def ahead(values: Shaped[Tensor, "batch seq *rest"], steps: int, fill: float) -> Shaped[Tensor, "batch seq *rest"]:
@@ -88,7 +90,7 @@ class TokenBatch:
         learn_mask: True where the token itself is to be learnt.
         doc_ids: number of the document that the token belongs to, rising along the row; `PADDING` outside.
         position_ids: the target's position of every token; restarts with every document.
-        placeholders: True where the token stands for an image or audio embedding: it never enters a depth as input.
+        placeholders: True where the token stands for an image or audio embedding: its own embedding is never read.
 
     Raises:
         BatchError: shapes that differ, documents that are interleaved or torn, learnt padding.
@@ -129,7 +131,7 @@ class TokenBatch:
             labels: [batch, seq]; unshifted, as transformers' collators make them. A label on padding is not learnt.
             attention_mask: [batch, seq], 1 on tokens and 0 on padding (left or right).
             position_ids: [batch, seq], the target's positions; unless another source tells documents apart, a position 0
-                starts one. [1, seq] goes for every row; of [4, batch, seq] the first are the text's, as in transformers.
+                starts one. [1, seq] goes for every row; [3 or 4, batch, seq] are taken where all rotary axes agree.
             cu_seqlens: [documents + 1], for a single row: where each document's tokens start and end. A document without
                 tokens is left out.
             cu_seqlens_padded: the same where documents are padded in place; then `cu_seqlens` counts tokens only.
@@ -221,7 +223,7 @@ class TokenBatch:
         """Rows of documents laid end to end, padded on the right to `length` (default: the longest row).
 
         Raises:
-            BatchError: a row that is longer than `length`.
+            BatchError: a row that is longer than `length`, or a document whose mask has not one entry a token.
         """
         sizes = [sum(len(ids) for ids, _ in row) for row in rows]
         longest = max(sizes, default=0)
@@ -237,6 +239,7 @@ class TokenBatch:
         for row, documents in enumerate(rows):
             start = 0
             for number, (ids, learnt) in enumerate(documents):
+                _check_lengths(row, number, ids, learnt)
                 here = slice(start, start + len(ids))
                 input_ids[row, here] = torch.tensor(ids, dtype=torch.int64)
                 learn[row, here] = torch.tensor(learnt, dtype=torch.bool)
@@ -259,14 +262,19 @@ class TokenBatch:
     def slots(self, depth: int) -> DepthSlots:
         """What `depth` (1-based) reads and predicts in every slot; see the table at the top of this file.
 
-        A slot counts iff `t + depth + 1` is in range and in the same document, the token there is to be learnt, and the
-        token that enters is no placeholder. A depth keeps every slot it can use; deeper ones do not shorten shallow ones.
+        A slot counts iff `t + depth + 1` is in range and in the same document, the token there is to be learnt, and none
+        of the tokens `t + 1` to `t + depth`, which enter this depth and the ones before it, is a placeholder. A depth keeps
+        every slot it can use; deeper ones do not shorten shallow ones.
+
+        Example: of [10, 11, IMG, IMG, 12, 13, 14] depth 1 counts slots 0, 3 and 4, depth 2 slot 3, depth 3 none.
         """
-        gate = self._learnt_ahead(depth + 1)
+        gate, enters = self._learnt_ahead(depth + 1), self._same_document(depth)
         if self.placeholders is not None:
-            gate &= ~ahead(self.placeholders, depth, False)
+            for step in range(1, depth + 1):
+                gate &= ~ahead(self.placeholders, step, False)
+            enters &= ~ahead(self.placeholders, depth, False)
         labels = torch.where(gate, ahead(self.input_ids, depth + 1, IGNORED), IGNORED)
-        return DepthSlots(ahead(self.input_ids, depth, 0), labels, gate)
+        return DepthSlots(ahead(self.input_ids, depth, 0), labels, gate, enters)
 
     def predicting(
         self, hidden: Shaped[Tensor, "batch seq hidden"], depths: int
@@ -287,13 +295,26 @@ class TokenBatch:
 
     def _learnt_ahead(self, steps: int) -> Tensor:
         """Slots of a document whose token `steps` ahead is in the same one and to be learnt."""
-        same = (self.doc_ids == ahead(self.doc_ids, steps, PADDING)) & (self.doc_ids != PADDING)
-        return same & ahead(self.learn_mask, steps, False)
+        return self._same_document(steps) & ahead(self.learn_mask, steps, False)
+
+    def _same_document(self, steps: int) -> Tensor:
+        """Slots of a document whose token `steps` ahead is in the same one."""
+        return (self.doc_ids == ahead(self.doc_ids, steps, PADDING)) & (self.doc_ids != PADDING)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """The documents as stretches of slots; see `find_segments`."""
         return find_segments(self.doc_ids)
+
+
+def _check_lengths(row: int, number: int, ids: Sequence[int] | NDArray[np.int32], learnt: Any) -> None:
+    """Refuse a document whose mask has not one entry a token; a single entry would stand for all of them."""
+    if len(ids) != len(learnt):
+        raise BatchError(
+            f"Packing rows: expected one mask entry a token, got {len(learnt)} for the {len(ids)} tokens of document {number} "
+            f"of row {row}.",
+            remedy="Say for every token whether it is to be learnt.",
+        )
 
 
 def _check_unshifted(labels: Tensor, input_ids: Tensor) -> None:

@@ -175,16 +175,16 @@ def _check_same(told: dict[str, Tensor]) -> None:
 
 
 def _text_positions(position_ids: Tensor, like: Tensor) -> Tensor:
-    """[batch, seq] from what models take: [1, seq] for all rows, or an axis of its own for time, height and width.
+    """[batch, seq] from what models take: [1, seq] for all rows, or [3 or 4, batch, seq], whose rotary axes must agree.
 
-    transformers puts the positions of the text in front of these three; three alone serve only where they are equal.
+    Example: [[[0, 1, 2]], [[0, 1, 2]], [[0, 1, 2]]] is [[0, 1, 2]].
     """
     if position_ids.ndim == 3:
-        if len(position_ids) != 4 and bool((position_ids != position_ids[:1]).any()):
+        if bool((position_ids != position_ids[:1]).any()):
             raise BatchError(
-                f"{ACT}: position_ids {list(position_ids.shape)} differ along their first axis: where they jump, an image "
-                "begins or ends within a document, or a document starts.",
-                remedy="Pass position_ids of [batch, seq], which count tokens, or [4, batch, seq] with these in front.",
+                f"{ACT}: position_ids {list(position_ids.shape)} differ between rotary axes, as they do where images are; the "
+                "head follows one axis. Where they jump, an image begins or ends within a document, or a document starts.",
+                remedy="Leave images out, or pass position_ids of [batch, seq], which count tokens.",
             )
         position_ids = position_ids[0]
     if position_ids.shape == (1, like.shape[1]):
@@ -208,7 +208,29 @@ def _restarts(position_ids: Tensor, real: Tensor) -> Tensor:
             "of another document begins there, or one document has a gap in its positions.",
             remedy="Say which with seq_idx or cu_seqlens.",
         )
+    _check_unrolled(position_ids, real)
     return torch.where(real, starts.cumsum(dim=1) - 1, PADDING)
+
+
+def _check_unrolled(position_ids: Tensor, real: Tensor) -> None:
+    """Refuse a row whose first token's position is the length of what lies behind its last start: both join in a roll.
+
+    Example: [1, 2, 3, 0] are one document rolled by one slot, or its later chunk and a document of one token.
+    """
+    tokens = real.cumsum(dim=1)
+    first, last = (
+        torch.where(real & (tokens == place), position_ids, 0).sum(dim=1, keepdim=True)
+        for place in (1, real.sum(dim=1, keepdim=True))
+    )
+    row = first_slot(first == last + 1)
+    if row is not None:
+        begin, end = int(first[row]), int(last[row])
+        raise BatchError(
+            f"{ACT}: position_ids of row {row[0]} begin at {begin} and end at {end}: they were rolled along the row, or a "
+            f"later chunk of a document lies in front and a document of {begin} tokens behind.",
+            remedy="Pass position_ids as the target reads them; if they are, say where documents lie with seq_idx or "
+            "cu_seqlens.",
+        )
 
 
 def _check_positions(position_ids: Tensor, doc_ids: Tensor, source: str) -> None:

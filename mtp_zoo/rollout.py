@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
+from mtp_zoo.batch import PADDING
 from mtp_zoo.chain_attention import ChainState
 from mtp_zoo.context_parallel import ShardedBatch
 from mtp_zoo.errors import ObjectiveError
@@ -49,6 +50,9 @@ def run_rollout(
         rollout: `chain` or `sequence`; None takes the family's.
         detach_embedding: cut the token embeddings that enter from the target's embedding.
 
+    States on padding are taken as zeros, whatever they hold. So is the embedding of a slot into which no token of its
+    document enters, or a placeholder: what stands in a placeholder's own row of the embedding moves nothing.
+
     Between depths the graph is whole: a loss at depth 3 reaches the blocks of depths 1 and 2, and `hidden`.
 
     Raises:
@@ -61,12 +65,15 @@ def run_rollout(
             f"[{tokens.shape[0]}, {tokens.shape[1]}, hidden]; got {depths}, {rollout!r} and {list(hidden.shape)}.",
             remedy="Compute the hidden states from the same TokenBatch (mtp_zoo.target_states).",
         )
-    state, states, recycled = _chain_state(tokens), [], hidden
+    # What lies on padding may be NaN, and 0 times NaN is NaN: it is replaced, never multiplied.
+    state, states, recycled = _chain_state(tokens), [], hidden.masked_fill((tokens.doc_ids == PADDING)[..., None], 0)
     for depth in range(1, depths + 1):
         chained = rollout == "chain"
         view = state.at(depth) if chained else _chain_state(tokens).at(1)
         positions = slot_positions(head, tokens.position_ids, depth if chained else 1)
-        embeddings = head.shared.embed(tokens.slots(depth).input_ids, detach=detach_embedding)
+        slots = tokens.slots(depth)
+        embeddings = head.shared.embed(slots.input_ids, detach=detach_embedding)
+        embeddings = embeddings.masked_fill(~slots.enters[..., None], 0)
         out = head.run_depth(depth, embeddings, recycled, positions, mtp_chain=view)
         states.append(out)
         recycled = out.recycled

@@ -56,8 +56,11 @@ def _norm_switched_off(model: Any) -> Generator[None]:
 
 def _states(model: Any, tokens: TokenBatch) -> Tensor:
     if all(segment.start == 0 and segment.stop == tokens.shape[1] for segment in tokens.segments):
-        states = model(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
-        return states * (tokens.doc_ids != PADDING)[..., None]
+        padding = tokens.doc_ids == PADDING
+        # A padding token may have an embedding of NaN, which recurrent layers carry within a chunk: the first token stands in.
+        ids = torch.where(padding, tokens.input_ids[:, :1], tokens.input_ids)
+        states = model(input_ids=ids, use_cache=False).last_hidden_state
+        return states.masked_fill(padding[..., None], 0)
     return _by_document(model, tokens)
 
 
@@ -66,8 +69,9 @@ def _by_document(model: Any, tokens: TokenBatch) -> Tensor:
     out = torch.zeros(*tokens.shape, hidden, device=tokens.input_ids.device, dtype=model.dtype)
     for group in _batches(_document_spans(tokens), budget=tokens.input_ids.numel()):
         longest = max(stop - start for _, start, stop in group)
-        ids = tokens.input_ids.new_zeros(len(group), longest)
+        ids = tokens.input_ids.new_empty(len(group), longest)
         for line, (row, start, stop) in enumerate(group):
+            ids[line] = tokens.input_ids[row, start]
             ids[line, : stop - start] = tokens.input_ids[row, start:stop]
         states = model(input_ids=ids, use_cache=False).last_hidden_state
         for line, (row, start, stop) in enumerate(group):

@@ -31,6 +31,11 @@ def stacked(states: list[Any]) -> Tensor:
     return torch.stack([state.normed for state in states])
 
 
+def entered(tokens: TokenBatch, depths: int) -> Tensor:
+    """[depths, B, S]: slots into which a token of their document enters; what others hold is defined nowhere."""
+    return torch.stack([tokens.slots(depth).enters for depth in range(1, depths + 1)])
+
+
 @torch.no_grad()
 def drafting_loop(
     head: DraftHead, tokens: TokenBatch, hidden: Tensor, depths: int, *, whole_cache: bool = False

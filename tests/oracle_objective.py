@@ -85,8 +85,9 @@ class Result:
 
 
 def counts(text: Text, t: int, k: int, placeholders: frozenset[int] = frozenset()) -> bool:
-    """Whether depth k in slot t of this document counts: it reads token t + k and predicts token t + k + 1."""
-    return t + k + 1 < len(text.ids) and text.learn[t + k + 1] and text.ids[t + k] not in placeholders
+    """Whether depth k in slot t of this document counts: depths 1 to k read tokens t + 1 to t + k, k predicts t + k + 1."""
+    read = text.ids[t + 1 : t + k + 1]
+    return t + k + 1 < len(text.ids) and text.learn[t + k + 1] and placeholders.isdisjoint(read)
 
 
 def objective(head: Any, texts: Sequence[Text], options: Options, denominators: Sequence[int] | None = None) -> Result:

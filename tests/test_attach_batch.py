@@ -50,7 +50,7 @@ def test_positions_of_one_row_serve_all_and_axes_that_agree_are_one() -> None:
     assert describe(**call, position_ids=row) == [[0, 0, 1, 1, 1]] * 2
     assert describe(**call, position_ids=row.expand(2, 5)[None].expand(3, 2, 5)) == [[0, 0, 1, 1, 1]] * 2
     axes = torch.stack([row, row + 1, row])
-    with pytest.raises(AttachError, match="rotary axes"):
+    with pytest.raises(BatchError, match="rotary axes"):
         describe(**call, position_ids=axes)
 
 

@@ -144,7 +144,37 @@ def test_placeholder_tokens_never_enter_a_depth() -> None:
     image = 900
     tokens = TokenBatch.from_mask(row(1, image, 2, 3, 4), torch.ones(1, 5), placeholder_ids=(image,))
     assert table(tokens, 1) == ([image, 2, 3, 4, 0], [_, 3, 4, _, _], [0, 1, 1, 0, 0])
-    assert table(tokens, 2) == ([2, 3, 4, 0, 0], [3, 4, _, _, _], [1, 1, 0, 0, 0])
+    assert table(tokens, 2) == ([2, 3, 4, 0, 0], [_, 4, _, _, _], [0, 1, 0, 0, 0])
+    assert tokens.slots(1).enters[0].tolist() == [False, True, True, True, False]
+
+
+def test_no_depth_counts_behind_a_placeholder_that_an_earlier_depth_read() -> None:
+    ids = row(10, 11, 900, 900, 12, 13, 14)
+    tokens = TokenBatch.from_mask(ids, row(1, 1, 0, 0, 1, 1, 1), placeholder_ids=(900,))
+    gates = [tokens.slots(depth).gate[0].int().tolist() for depth in (1, 2, 3)]
+    assert gates == [[0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 0, 0, 0], [0] * 7]
+    learnt = TokenBatch.from_mask(ids, torch.ones(1, 7), placeholder_ids=(900,))
+    assert learnt.slots(1).gate[0].int().tolist() == [
+        1,
+        0,
+        0,
+        1,
+        1,
+        0,
+        0,
+    ]  # slot 0 reads 11 and predicts the placeholder
+
+
+def test_no_token_of_another_document_enters() -> None:
+    tokens = TokenBatch.from_rows([[([1, 2, 3, 4], [True] * 4), ([5, 6], [True] * 2)]], length=7)
+    assert tokens.slots(1).enters[0].int().tolist() == [1, 1, 1, 0, 1, 0, 0]
+    assert tokens.slots(2).enters[0].int().tolist() == [1, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("mask", [[True], [True] * 4, []])
+def test_a_document_whose_mask_is_shorter_or_longer_is_refused(mask: list[bool]) -> None:
+    with pytest.raises(BatchError, match=f"got {len(mask)} for the 3 tokens of document 1 of row 0"):
+        TokenBatch.from_rows([[([9], [True]), ([1, 2, 3], mask)]])
 
 
 def test_rows_with_equal_stretches_share_a_segment() -> None:

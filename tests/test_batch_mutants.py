@@ -32,16 +32,20 @@ CHECKS = {
     "slots": [
         "an_answer_behind_a_prompt_is_learnt_from_the_last_prompt_tokens_on",
         "placeholder_tokens_never_enter_a_depth",
+        "no_token_of_another_document_enters",
+        "no_depth_counts_behind_a_placeholder_that_an_earlier_depth_read",
     ],
     "_learnt_ahead": [
         "an_answer_behind_a_prompt_is_learnt_from_the_last_prompt_tokens_on",
         "two_packed_documents_never_look_at_each_other",
     ],
+    "_same_document": ["no_token_of_another_document_enters"],
     "main_gate": ["the_targets_own_loss_counts_from_the_last_prompt_token_to_the_last_but_one"],
     "from_rows": [
         "two_packed_documents_never_look_at_each_other",
         "no_rows_are_a_batch_of_none",
         "rows_longer_than_asked_are_refused",
+        "a_document_whose_mask_is_shorter_or_longer_is_refused",
     ],
     "_check_unshifted": [
         "labels_that_were_already_shifted_are_refused_with_the_place",
@@ -77,6 +81,10 @@ CHECKS = {
         "a_row_may_start_with_a_later_chunk_of_a_document",
         "what_can_be_read_in_two_ways_is_refused_with_both",
     ],
+    "_check_unrolled": [
+        "what_can_be_read_in_two_ways_is_refused_with_both",
+        "documents_end_to_end_are_the_same_by_every_source",
+    ],
     "_check_positions": [
         "sources_that_disagree_are_refused_by_name",
         "another_source_says_whether_a_jump_is_a_chunk_or_a_gap",
@@ -88,6 +96,8 @@ CHECKS = {
 EQUIVALENT = {
     "count_positions: torch.where(document_starts(doc_ids), slots, 0), offset 0 -1": "it is for padding in front only",
     "predicting: ahead(rows, depth, 0), offset 1 +1": "slots whose gate is closed may hold any row",
+    "_text_positions: position_ids[0], offset 1 +1": "all axes agree",
+    "_text_positions: position_ids[0], offset 1 -1": "all axes agree",
 }
 """Mutants that compute the same, by name, with the reason."""
 

@@ -73,10 +73,8 @@ END_TO_END: dict[str, dict[str, Tensor]] = {
     "seq_idx": {"seq_idx": row(0, 0, 0, 1, 1, 1, 1)},
     "bounds": {"cu_seqlens": cu(0, 3, 7)},
     "bounds with empty documents": {"cu_seqlens": cu(0, 0, 3, 3, 7, 7)},
-    "text positions in front of three axes": {
-        "position_ids": torch.tensor([[[0, 1, 2, 0, 1, 2, 3]], *[[[5, 6, 7, 8, 8, 8, 9]]] * 3])
-    },
     "three equal axes": {"position_ids": row(0, 1, 2, 0, 1, 2, 3).expand(3, 1, 7)},
+    "text positions in front of three equal axes": {"position_ids": row(0, 1, 2, 0, 1, 2, 3).expand(4, 1, 7)},
     "all of them": {
         "attention_mask": torch.ones(1, 7),
         "position_ids": row(0, 1, 2, 0, 1, 2, 3),
@@ -160,6 +158,19 @@ BOTH_READINGS: dict[str, tuple[dict[str, Tensor], str]] = {
     "axes that differ": (
         {"position_ids": torch.stack([row(0, 1, 1, 2), row(0, 1, 1, 2), row(0, 1, 2, 3)])},
         "an image begins or ends within a document, or a document starts",
+    ),
+    "axes that differ behind the text's": (
+        {"position_ids": torch.stack([row(0, 1, 2, 3), *[row(0, 1, 1, 2)] * 3])},
+        "an image begins or ends within a document, or a document starts",
+    ),
+    "positions rolled by one slot": (
+        {"position_ids": row(1, 2, 3, 0)},
+        "begin at 1 and end at 0: they were rolled along the row, or a later chunk of a document lies in front",
+    ),
+    "positions rolled backwards": ({"position_ids": row(3, 0, 1, 2)}, "rolled along the row, or a later chunk"),
+    "positions of two documents rolled by one slot": (
+        {"position_ids": row(1, 0, 1, 0)},
+        "rolled along the row, or a later chunk of a document lies in front and a document of 1 tokens behind",
     ),
     "a mask of numbers": ({"attention_mask": row(1, 1, 2, 2)}, "they number documents, or they are a mistake"),
     "bounds that end early": ({"cu_seqlens": cu(0, 3)}, "may be padding, or a document whose bound is missing"),

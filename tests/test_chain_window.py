@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from mtp_zoo import prefix_attention
-from mtp_zoo.batch import PADDING, TokenBatch
+from mtp_zoo.batch import TokenBatch
 from mtp_zoo.blocks import BlockSource
 from mtp_zoo.chain_attention import ChainState, ChainView, _ChainFunction, cache_mask
 from mtp_zoo.head import DepthState, DraftHead
 from tests.dense_chain import dense_chain
-from tests.drafting import drafting_loop, packed_batch, random_hidden, stacked
+from tests.drafting import drafting_loop, entered, packed_batch, random_hidden, stacked
 from tests.heads import HIDDEN, tiny_head
 
 FP32_LOOP = 1e-5
@@ -52,19 +52,19 @@ def windowed_head(window: int, model: str = "qwen3", **kwargs: Any) -> DraftHead
 
 
 def run_lean(head: DraftHead, tokens: TokenBatch, hidden: Tensor) -> Tensor:
-    return stacked(head(tokens, hidden, depths=DEPTHS))[:, tokens.doc_ids != PADDING]
+    return stacked(head(tokens, hidden, depths=DEPTHS))[entered(tokens, DEPTHS)]
 
 
 def gradients(head: DraftHead, tokens: TokenBatch, rollout: Callable[[Tensor], list[DepthState]]) -> dict[str, Tensor]:
     """Values, and the gradients of a random projection of them."""
-    real = tokens.doc_ids != PADDING
+    real = entered(tokens, DEPTHS)
     hidden = random_hidden(tokens).requires_grad_()
     head.zero_grad()
-    values = stacked(rollout(hidden))[:, real]
+    values = stacked(rollout(hidden))[real]
     (values * torch.randn(values.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
     assert hidden.grad is not None
     return {
-        "hidden": hidden.grad[real],
+        "hidden": hidden.grad,
         **{name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None},
     }
 
@@ -80,7 +80,7 @@ def test_the_windowed_chain_equals_a_drafting_loop_with_a_cache(
     with torch.no_grad():
         lean = run_lean(head, tokens, hidden)
     for whole_cache in (False, True):
-        loop = drafting_loop(head, tokens, hidden, DEPTHS, whole_cache=whole_cache)[:, tokens.doc_ids != PADDING]
+        loop = drafting_loop(head, tokens, hidden, DEPTHS, whole_cache=whole_cache)[entered(tokens, DEPTHS)]
         torch.testing.assert_close(lean, loop, atol=FP32_LOOP, rtol=0)
 
 
@@ -88,9 +88,9 @@ def test_the_windowed_chain_equals_a_drafting_loop_with_a_cache(
 def test_values_and_gradients_equal_the_dense_mask_with_the_band(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_attention, "QUERY_BLOCK", 5)
     head, tokens = windowed_head(window), packed_batch()
-    hidden, real = random_hidden(tokens), tokens.doc_ids != PADDING
+    hidden, real = random_hidden(tokens), entered(tokens, DEPTHS)
     with torch.no_grad():
-        dense_values = stacked(dense_chain(head, tokens, hidden, DEPTHS, window))[:, real]
+        dense_values = stacked(dense_chain(head, tokens, hidden, DEPTHS, window))[real]
         torch.testing.assert_close(run_lean(head, tokens, hidden), dense_values, atol=FP32_LOOP, rtol=0)
     lean = gradients(head, tokens, lambda h: head(tokens, h, depths=DEPTHS))
     dense = gradients(head, tokens, lambda h: dense_chain(head, tokens, h, DEPTHS, window))
@@ -127,8 +127,8 @@ def test_a_window_that_does_not_move_with_the_depth_is_noticed(
     method: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, tokens = windowed_head(2), packed_batch()
-    hidden, real = random_hidden(tokens), tokens.doc_ids != PADDING
-    dense = stacked(dense_chain(head, tokens, hidden, DEPTHS, 2))[:, real]
+    hidden, real = random_hidden(tokens), entered(tokens, DEPTHS)
+    dense = stacked(dense_chain(head, tokens, hidden, DEPTHS, 2))[real]
     monkeypatch.setattr(ChainView, method, wrong)
     assert (run_lean(head, tokens, hidden) - dense).abs().max() > 0.05
 
@@ -181,7 +181,8 @@ def test_a_prefix_fed_in_pieces_gives_what_it_gives_in_one(whole_cache: bool) ->
         head.draft_step(ids[:, part], hidden[:, part], tokens.position_ids[:, part], cache=cache).normed
         for part in (slice(0, 5), slice(5, 6), slice(6, 8), slice(8, 11))
     ]
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=FP32_LOOP, rtol=0)
+    enters = tokens.slots(1).enters
+    torch.testing.assert_close(torch.cat(pieces, 1)[enters], whole[enters], atol=FP32_LOOP, rtol=0)
 
 
 @pytest.mark.parametrize("window", [2, 100])

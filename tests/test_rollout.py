@@ -16,7 +16,7 @@ from mtp_zoo.objective import MTPObjective
 from mtp_zoo.rollout import default_rollout, slot_positions
 from mtp_zoo.spec import PerEngine
 from tests.dense_chain import dense_chain
-from tests.drafting import drafting_loop, packed_batch, random_hidden, stacked
+from tests.drafting import drafting_loop, entered, packed_batch, random_hidden, stacked
 from tests.heads import HIDDEN, VOCAB, tiny_head
 
 FP32_LOOP = 1e-5
@@ -42,8 +42,8 @@ def test_the_chain_equals_a_drafting_loop_with_a_cache(
     tokens = packed_batch()
     hidden = random_hidden(tokens)
     lean = stacked(head(tokens, hidden, depths=4))
-    real = tokens.doc_ids != PADDING
-    torch.testing.assert_close(lean[:, real], drafting_loop(head, tokens, hidden, 4)[:, real], atol=FP32_LOOP, rtol=0)
+    real = entered(tokens, 4)
+    torch.testing.assert_close(lean[real], drafting_loop(head, tokens, hidden, 4)[real], atol=FP32_LOOP, rtol=0)
 
 
 def test_the_sequence_rollout_is_not_what_a_server_drafts_beyond_depth_one() -> None:
@@ -51,9 +51,9 @@ def test_the_sequence_rollout_is_not_what_a_server_drafts_beyond_depth_one() -> 
     hidden = random_hidden(tokens)
     sequence = stacked(head(tokens, hidden, depths=2, rollout="sequence"))
     loop = drafting_loop(head, tokens, hidden, 2)
-    real = tokens.doc_ids != PADDING
-    torch.testing.assert_close(sequence[0][real], loop[0][real], atol=FP32_LOOP, rtol=0)
-    assert (sequence[1] - loop[1])[real].abs().max() > 0.05
+    first, second = entered(tokens, 2)
+    torch.testing.assert_close(sequence[0][first], loop[0][first], atol=FP32_LOOP, rtol=0)
+    assert (sequence[1] - loop[1])[second].abs().max() > 0.05
 
 
 def test_the_sequence_rollout_runs_every_depth_causally_at_the_targets_positions() -> None:
@@ -67,7 +67,8 @@ def test_the_sequence_rollout_runs_every_depth_causally_at_the_targets_positions
         cache = DynamicCache(config=head.factory.config)
         ids = tokens.slots(depth).input_ids
         state = head.draft_step(ids, recycled, tokens.position_ids, cache=cache, depth=depth)
-        torch.testing.assert_close(states[depth - 1].normed, state.normed, atol=FP32_LOOP, rtol=0)
+        enters = tokens.slots(depth).enters
+        torch.testing.assert_close(states[depth - 1].normed[enters], state.normed[enters], atol=FP32_LOOP, rtol=0)
         recycled = state.recycled
 
 
@@ -77,17 +78,17 @@ def test_values_and_gradients_equal_the_dense_mask(kernel: str, monkeypatch: pyt
         monkeypatch.setattr(prefix_attention, "choose_kernel", lambda *_: "blocks")
         monkeypatch.setattr(prefix_attention, "QUERY_BLOCK", 5)
     head, tokens = tiny_head(), packed_batch()
-    real = tokens.doc_ids != PADDING
+    real = entered(tokens, 4)
     # A plain sum of squares behind a norm has almost no gradient; a random projection has.
-    direction = torch.randn(4, int(real.sum()), HIDDEN, generator=torch.Generator().manual_seed(1))
+    direction = torch.randn(int(real.sum()), HIDDEN, generator=torch.Generator().manual_seed(1))
     found = []
     for rollout in (lambda h: head(tokens, h, depths=4), lambda h: dense_chain(head, tokens, h, 4)):
         hidden = random_hidden(tokens).requires_grad_()
         head.zero_grad()
-        values = stacked(rollout(hidden))[:, real]
+        values = stacked(rollout(hidden))[real]
         (values * direction).sum().backward()
         assert hidden.grad is not None
-        found.append((values.detach(), hidden.grad[real], {n: p.grad.clone() for n, p in head.named_parameters()}))
+        found.append((values.detach(), hidden.grad, {n: p.grad.clone() for n, p in head.named_parameters()}))
     (lean, lean_input, lean_grads), (dense, dense_input, dense_grads) = found
     torch.testing.assert_close(lean, dense, atol=FP32_LOOP, rtol=0)
     torch.testing.assert_close(lean_input, dense_input, atol=FP32_GRADIENT * float(dense_input.abs().max()), rtol=0)
@@ -106,11 +107,11 @@ def test_bf16_is_as_near_to_fp32_as_the_dense_mask_in_bf16() -> None:
     exact, rough = tiny_head(), tiny_head().to(torch.bfloat16)
     tokens = packed_batch()
     hidden = random_hidden(tokens)
-    real = tokens.doc_ids != PADDING
-    judge = stacked(dense_chain(exact, tokens, hidden, 3))[:, real]
+    real = entered(tokens, 3)
+    judge = stacked(dense_chain(exact, tokens, hidden, 3))[real]
 
     def error(states: list[Any]) -> float:
-        return float((stacked(states)[:, real].float() - judge).norm())
+        return float((stacked(states)[real].float() - judge).norm())
 
     assert error(rough(tokens, hidden, depths=3)) < BF16_RATIO * error(dense_chain(rough, tokens, hidden, 3))
 
@@ -144,7 +145,9 @@ def test_depth_two_reads_what_depth_one_put_out(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(head, "run_depth", spy)
         hidden = random_hidden(tokens)
         states = head(tokens, hidden, depths=3)
-        assert seen[0] is hidden
+        real = tokens.doc_ids != PADDING
+        assert torch.equal(seen[0][real], hidden[real])
+        assert not seen[0][~real].any()
         assert seen[1] is states[0].recycled
         assert seen[2] is states[1].recycled
 

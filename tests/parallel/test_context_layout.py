@@ -230,7 +230,7 @@ def test_a_batch_on_one_rank_finds_its_target_states_itself() -> None:
 def test_moving_a_part_moves_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     part = split(packed(8), 2, 0, 2)
     held = [part.input_ids, part.learn_mask, part.doc_ids, part.position_ids, part.main, part.order, part.order_doc_ids]
-    held += [tensor for slots in part.depths for tensor in (slots.input_ids, slots.labels, slots.gate)]
+    held += [tensor for slots in part.depths for tensor in (slots.input_ids, slots.labels, slots.gate, slots.enters)]
     moved: list[Tensor] = []
     monkeypatch.setattr(Tensor, "to", lambda tensor, device: moved.append(tensor) or tensor)
     part.to("elsewhere")
