@@ -21,11 +21,12 @@ The learn mask is raw: entry t says whether token t is to be learnt. It is never
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -36,39 +37,25 @@ from torch import Tensor
 from mtp_zoo.document_sources import find_documents
 from mtp_zoo.documents import (
     ACT,
+    IGNORED,
     PADDING,
     Segment,
     as_bool,
     check_documents,
+    check_lengths,
     check_shape,
+    check_unshifted,
     count_positions,
     find_segments,
-    first_slot,
 )
 from mtp_zoo.errors import BatchError
-
-IGNORED = -100
-"""Label value of a token that is not to be learnt."""
+from mtp_zoo.host_copies import moved, to_host
+from mtp_zoo.loss_plan import DepthSlots, LossPlan, make_plan
 
 Document: TypeAlias = "tuple[Sequence[int] | NDArray[np.int32], Sequence[bool] | NDArray[np.bool_]]"
 """Token ids of one document, and which of them are to be learnt."""
 
-
-@dataclass(frozen=True)
-class DepthSlots:
-    """What depth k reads and predicts in every slot; see the table at the top of this file.
-
-    Attributes:
-        input_ids: token whose embedding enters the slot; 0 where there is none.
-        labels: token to predict; `IGNORED` where the gate is closed.
-        gate: whether the slot counts.
-        enters: whether a token of the slot's document enters that is no placeholder; elsewhere the embedding is zero.
-    """
-
-    input_ids: Int[Tensor, "batch seq"]
-    labels: Int[Tensor, "batch seq"]
-    gate: Bool[Tensor, "batch seq"]
-    enters: Bool[Tensor, "batch seq"]
+BatchT = TypeVar("BatchT", bound="TokenBatch")
 
 
 def ahead(values: Shaped[Tensor, "batch seq *rest"], steps: int, fill: float) -> Shaped[Tensor, "batch seq *rest"]:
@@ -84,6 +71,9 @@ def ahead(values: Shaped[Tensor, "batch seq *rest"], steps: int, fill: float) ->
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
     """A batch of token rows, each holding one or several documents and padding on either side.
+
+    Build it on the CPU, as a DataLoader does, and move it with `to`: what says which slots count stays known to the host, and
+    no forward pass waits for the device. Tensors that lie on a device are copied to the host once, when the batch is built.
 
     Attributes:
         input_ids: int64 token ids.
@@ -105,8 +95,9 @@ class TokenBatch:
     def __post_init__(self) -> None:
         for name in ("input_ids", "learn_mask", "doc_ids", "position_ids"):
             check_shape(name, getattr(self, name), self.input_ids)
-        check_documents(self.doc_ids)
-        if bool((self.learn_mask & (self.doc_ids == PADDING)).any()):
+        object.__setattr__(self, "_host_copy", None if self.input_ids.device.type == "cpu" else self.to("cpu"))
+        check_documents(self.host.doc_ids)
+        if bool((self.host.learn_mask & (self.host.doc_ids == PADDING)).any()):
             raise BatchError(f"{ACT}: learn_mask is set on padding.", remedy="Clear it where attention_mask is 0.")
 
     @classmethod
@@ -149,17 +140,18 @@ class TokenBatch:
                 remedy="Pass labels with -100 on prompts, or say TokenBatch.all_tokens(...) for plain text.",
             )
         check_shape("labels", labels, input_ids)
-        _check_unshifted(labels, input_ids)
-        return cls.from_mask(
-            input_ids,
-            labels != IGNORED,
-            attention_mask,
-            position_ids=position_ids,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_padded=cu_seqlens_padded,
-            seq_idx=seq_idx,
-            placeholder_ids=placeholder_ids,
-        )
+        layout = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "cu_seqlens": cu_seqlens,
+            "cu_seqlens_padded": cu_seqlens_padded,
+            "seq_idx": seq_idx,
+        }
+        host: dict[str, Any] = to_host({"input_ids": input_ids, "labels": labels, **layout})
+        learnt = host.pop("labels")
+        check_unshifted(learnt, host["input_ids"])
+        batch = cls.from_mask(learn_mask=learnt != IGNORED, **host, placeholder_ids=placeholder_ids)
+        return batch.to(input_ids.device)
 
     @classmethod
     def from_mask(
@@ -175,17 +167,19 @@ class TokenBatch:
         placeholder_ids: Sequence[int] = (),
     ) -> TokenBatch:
         """A batch with an explicit learn mask; the other arguments are those of `from_labels`."""
-        doc_ids, positions = find_documents(
-            input_ids,
-            attention_mask,
-            position_ids=position_ids,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_padded=cu_seqlens_padded,
-            seq_idx=seq_idx,
-        )
-        learn = as_bool("learn_mask", learn_mask, input_ids) & (doc_ids != PADDING)
-        marks = torch.isin(input_ids, input_ids.new_tensor(placeholder_ids)) if len(placeholder_ids) else None
-        return cls(input_ids, learn, doc_ids, positions, marks)
+        layout = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "cu_seqlens": cu_seqlens,
+            "cu_seqlens_padded": cu_seqlens_padded,
+            "seq_idx": seq_idx,
+        }
+        host: dict[str, Any] = to_host({"input_ids": input_ids, "learn_mask": learn_mask, **layout})
+        ids, mask = host["input_ids"], host.pop("learn_mask")
+        doc_ids, positions = find_documents(**host)
+        learn = as_bool("learn_mask", mask, ids) & (doc_ids != PADDING)
+        marks = torch.isin(ids, ids.new_tensor(placeholder_ids)) if len(placeholder_ids) else None
+        return cls(ids, learn, doc_ids, positions, marks).to(input_ids.device)
 
     @classmethod
     def from_collated(cls, inputs: Mapping[str, Any], *, placeholder_ids: Sequence[int] = ()) -> TokenBatch:
@@ -239,7 +233,7 @@ class TokenBatch:
         for row, documents in enumerate(rows):
             start = 0
             for number, (ids, learnt) in enumerate(documents):
-                _check_lengths(row, number, ids, learnt)
+                check_lengths(row, number, ids, learnt)
                 here = slice(start, start + len(ids))
                 input_ids[row, here] = torch.tensor(ids, dtype=torch.int64)
                 learn[row, here] = torch.tensor(learnt, dtype=torch.bool)
@@ -253,11 +247,47 @@ class TokenBatch:
         batch, seq = self.input_ids.shape
         return batch, seq
 
-    def to(self, device: torch.device | str) -> TokenBatch:
-        """The same batch on another device."""
-        tensors = ("input_ids", "learn_mask", "doc_ids", "position_ids", "placeholders")
-        values = {name: getattr(self, name) for name in tensors}
-        return replace(self, **{name: value.to(device) for name, value in values.items() if value is not None})
+    def to(self: BatchT, device: torch.device | str) -> BatchT:
+        """The same batch on another device; the host does not wait for it, and keeps its copy."""
+        device = torch.device(device)
+        if device == self.input_ids.device:
+            return self
+        if device.type == "cpu" and self.__dict__.get("_host_copy") is not None:
+            return self.host
+        batch = copy.copy(self)
+        for cached in ("_plans", "_routes"):
+            batch.__dict__.pop(cached, None)
+        values = {field.name: moved(getattr(self, field.name), device) for field in fields(self)}
+        batch.__dict__.update(values, _host_copy=None if device.type == "cpu" else self.host)
+        return batch
+
+    @property
+    def host(self: BatchT) -> BatchT:
+        """The same batch on the CPU."""
+        return self.__dict__["_host_copy"] or self
+
+    def plan(self, depths: int) -> LossPlan:
+        """Which slots the losses of depths 1..`depths` read, as indices on the batch's device; made once."""
+        if depths not in self._plans:
+            here = self.host is self
+            plan = self._make_plan(depths) if here else self.host.plan(depths).to(self.input_ids.device)
+            self._plans[depths] = plan
+        return self._plans[depths]
+
+    def _make_plan(self, depths: int) -> LossPlan:
+        return make_plan([self.slots(depth) for depth in range(1, depths + 1)], self.places(depths))
+
+    @cached_property
+    def _plans(self) -> dict[int, LossPlan]:
+        return {}
+
+    @cached_property
+    def last_position(self) -> int:
+        """The highest position of a token; -1 where there is none."""
+        positions = self.host.position_ids
+        return (
+            int(torch.where(self.host.doc_ids != PADDING, positions, PADDING).max()) if positions.numel() else PADDING
+        )
 
     def slots(self, depth: int) -> DepthSlots:
         """What `depth` (1-based) reads and predicts in every slot; see the table at the top of this file.
@@ -276,18 +306,21 @@ class TokenBatch:
         labels = torch.where(gate, ahead(self.input_ids, depth + 1, IGNORED), IGNORED)
         return DepthSlots(ahead(self.input_ids, depth, 0), labels, gate, enters)
 
-    def predicting(
-        self, hidden: Shaped[Tensor, "batch seq hidden"], depths: int
-    ) -> tuple[Shaped[Tensor, "rows hidden"], list[Int[Tensor, "batch seq"]]]:
-        """Where the target predicts what the depths predict: its states, and each slot's row in them, a depth.
+    def reached(self, hidden: Shaped[Tensor, "batch seq hidden"], depths: int) -> Shaped[Tensor, "rows hidden"]:
+        """The target's states from which it predicts what depths 1..`depths` predict; `places` says which is whose."""
+        del depths
+        return hidden.flatten(0, 1)
+
+    def places(self, depths: int) -> list[Int[Tensor, "batch seq"]]:
+        """For every depth each slot's row in `reached`, on the CPU.
 
         Depth k in slot t predicts the token that the target predicts from its state in slot t + k. Slots whose gate is
         closed may hold any row.
 
         Example: with one row of six tokens, slot 2 has row 3 at depth 1 and row 4 at depth 2.
         """
-        rows = torch.arange(self.input_ids.numel(), device=hidden.device).view(self.shape)
-        return hidden.flatten(0, 1), [ahead(rows, depth, 0) for depth in range(1, depths + 1)]
+        rows = torch.arange(self.input_ids.numel()).view(self.shape)
+        return [ahead(rows, depth, 0) for depth in range(1, depths + 1)]
 
     def main_gate(self) -> Bool[Tensor, "batch seq"]:
         """Slots that the target's own next-token loss would count: token t+1 is learnt and of the same document."""
@@ -304,30 +337,4 @@ class TokenBatch:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """The documents as stretches of slots; see `find_segments`."""
-        return find_segments(self.doc_ids)
-
-
-def _check_lengths(row: int, number: int, ids: Sequence[int] | NDArray[np.int32], learnt: Any) -> None:
-    """Refuse a document whose mask has not one entry a token; a single entry would stand for all of them."""
-    if len(ids) != len(learnt):
-        raise BatchError(
-            f"Packing rows: expected one mask entry a token, got {len(learnt)} for the {len(ids)} tokens of document {number} "
-            f"of row {row}.",
-            remedy="Say for every token whether it is to be learnt.",
-        )
-
-
-def _check_unshifted(labels: Tensor, input_ids: Tensor) -> None:
-    """Refuse labels that are not the token itself."""
-    learn = labels != IGNORED
-    other = learn & (labels != input_ids)
-    place = first_slot(other)
-    if place is None:
-        return
-    following = bool((learn[:, :-1] <= (labels[:, :-1] == input_ids[:, 1:])).all())
-    raise BatchError(
-        f"{ACT}: expected labels to be -100 or the token itself, got {int(labels[place])} for token "
-        f"{int(input_ids[place])} at row {place[0]}, slot {place[1]} ({int(other.sum())} such slots); "
-        + ("every label is the next token, so they are shifted." if following else "nor are they the next tokens."),
-        remedy="Pass unshifted labels; TokenBatch does every shift.",
-    )
+        return find_segments(self.host.doc_ids)

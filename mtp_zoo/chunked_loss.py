@@ -43,6 +43,7 @@ class DepthRows:
         target_rows: for each slot, the row of the target states that predicts the same token; rising.
         mix: losses and their weights.
         scale: what the sum of the depth's losses is multiplied by in the total.
+        known_rows: the numbers in `target_rows`, where the host has them.
     """
 
     states: Float[Tensor, "n hidden"]
@@ -50,6 +51,11 @@ class DepthRows:
     target_rows: Int[Tensor, " n"]
     mix: Mix
     scale: Float[Tensor, ""]
+    known_rows: Sequence[int] | None = None
+
+    def host_rows(self) -> Sequence[int]:
+        """Return `target_rows` as numbers: those that are known, or else what the device holds, for which the host waits."""
+        return self.target_rows.tolist() if self.known_rows is None else self.known_rows
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ class _Run:
     ) -> None:
         self.depths, self.target_states, self.rule, self.comparison = depths, target_states, rule, comparison
         self.weight = rule.entries(weight)
-        self.rows = [depth.target_rows.tolist() for depth in depths]
+        self.rows = [depth.host_rows() for depth in depths]
         self.losses = [_empty(depth, self.weight, target_states is not None) for depth in depths]
         dtype = compute_dtype(self.weight)
         self.grads = [torch.zeros(depth.states.shape, dtype=dtype, device=weight.device) for depth in depths]
@@ -192,7 +198,7 @@ class _Run:
         depth, loss, how = self.depths[number], self.losses[number], self.comparison
         head, labels, pair = Side(logits), depth.labels[here], None
         if target is not None:
-            opposite = target.rows(_index(self.rows[number][here], first))
+            opposite = target.rows(_index(self.rows[number][here], depth.target_rows[here], first))
             pair = head.at(how.temperature), opposite.at(how.temperature)
             assert loss.matched is not None
             assert loss.accepted is not None
@@ -229,13 +235,13 @@ def _empty(depth: DepthRows, weight: Tensor, compared: bool) -> DepthLoss:
     )
 
 
-def _span(rows: list[int], start: int, stop: int) -> slice:
+def _span(rows: Sequence[int], start: int, stop: int) -> slice:
     """Where the rising `rows` lie in start:stop."""
     return slice(bisect_left(rows, start), bisect_left(rows, stop))
 
 
-def _index(rows: list[int], first: int) -> slice | list[int]:
-    """`rows` counted from `first`; a slice where none is left out, so that nothing is copied."""
+def _index(rows: Sequence[int], on_device: Tensor, first: int) -> slice | Tensor:
+    """Rows counted from `first`; a slice where none is left out, so that nothing is copied."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return slice(rows[0] - first, rows[-1] - first + 1)
-    return [row - first for row in rows]
+    return on_device - first

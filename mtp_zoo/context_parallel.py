@@ -8,7 +8,7 @@ slots count, what enters them, and how to attend to keys and target states that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, cast, get_args
 
@@ -18,10 +18,29 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mtp_zoo.arguments import checked, instance, one_of, optional, refuse, whole
-from mtp_zoo.batch import DepthSlots, Segment, TokenBatch
+from mtp_zoo.batch import Segment, TokenBatch
 from mtp_zoo.context_attention import ContextState, KeyPlaces
 from mtp_zoo.context_layout import Layout, gather_order, pick
 from mtp_zoo.errors import ParallelError
+from mtp_zoo.host_copies import moved
+from mtp_zoo.loss_plan import DepthSlots
+
+
+@dataclass(frozen=True)
+class Route:
+    """How target states travel between the parts of a batch.
+
+    Attributes:
+        order: of this rank's states and, behind them, those that travel: what puts them in the order of the whole batch.
+        sent: which of those that travel this rank holds.
+        source: where these lie in the rank's rows laid end to end.
+        travelling: how many travel.
+    """
+
+    order: Int[Tensor, " rows"]
+    sent: Int[Tensor, " n"]
+    source: Int[Tensor, " n"]
+    travelling: int
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,13 +100,6 @@ class ShardedBatch(TokenBatch):
         places = KeyPlaces(self.slot_ids, self.doc_ids, self.order, self.order_doc_ids, self.group)
         return ContextState(places)
 
-    def to(self, device: torch.device | str) -> ShardedBatch:
-        """The same part on another device."""
-        moved = cast("ShardedBatch", super().to(device))
-        depths = tuple(DepthSlots(*(getattr(d, f.name).to(device) for f in fields(d))) for d in self.depths)
-        whole = {name: getattr(self, name).to(device) for name in ("main", "order", "order_doc_ids")}
-        return replace(moved, depths=depths, **whole)
-
     def take(self, whole: Shaped[Tensor, "batch whole *rest"]) -> Shaped[Tensor, "batch seq *rest"]:
         """This rank's slots of anything that is aligned with the whole batch: states, advantages, masks.
 
@@ -118,9 +130,7 @@ class ShardedBatch(TokenBatch):
         return pick(torch.cat(list(parts), dim=1), self.order.argsort(dim=1))
 
     @torch.no_grad()
-    def predicting(
-        self, hidden: Shaped[Tensor, "batch seq hidden"], depths: int
-    ) -> tuple[Shaped[Tensor, "rows hidden"], list[Int[Tensor, "batch seq"]]]:
+    def reached(self, hidden: Shaped[Tensor, "batch seq hidden"], depths: int) -> Shaped[Tensor, "rows hidden"]:
         """As in `TokenBatch`, with states that lie on other ranks. Without a graph. All ranks of the group must call it.
 
         Only the states at the edges of parts travel, `depths` a chunk. Rows are in the order of the whole batch.
@@ -128,12 +138,33 @@ class ShardedBatch(TokenBatch):
         Raises:
             ParallelError: states of other ranks are needed and the batch has no group.
         """
-        travelling = self._travelling(depths)
-        own = self._numbered(self.slot_ids)
-        held, order = torch.cat([own.flatten(), travelling]).sort()
-        states = torch.cat([hidden.flatten(0, 1), self._exchange(hidden, travelling)])[order]
+        route = self._route(depths)
+        return torch.cat([hidden.flatten(0, 1), self._exchange(hidden, route)]).index_select(0, route.order)
+
+    def places(self, depths: int) -> list[Int[Tensor, "batch seq"]]:
+        """As in `TokenBatch`."""
+        own, travelling = self._numbered(self.host.slot_ids), self.host._travelling(depths)
+        held = torch.cat([own.flatten(), travelling]).sort().values
         rows = [torch.searchsorted(held, own + depth) for depth in range(1, depths + 1)]
-        return states, [row.clamp(max=len(held) - 1) for row in rows]
+        return [row.clamp(max=len(held) - 1) for row in rows]
+
+    def _route(self, depths: int) -> Route:
+        """What travels for so many depths, computed on the host, once a batch."""
+        if depths not in self._routes:
+            host, device = self.host, self.input_ids.device
+            self._routes[depths] = host._make_route(depths) if host is self else moved(host._route(depths), device)
+        return self._routes[depths]
+
+    @cached_property
+    def _routes(self) -> dict[int, Route]:
+        return {}
+
+    def _make_route(self, depths: int) -> Route:
+        travelling, (length, local) = self._travelling(depths), (self.order.shape[1], self.shape[1])
+        place = self.order.argsort(dim=1).flatten()[travelling] - self.rank * local
+        sent = ((place >= 0) & (place < local)).nonzero().squeeze(-1)
+        order = torch.cat([self._numbered(self.slot_ids).flatten(), travelling]).argsort()
+        return Route(order, sent, travelling[sent] // length * local + place[sent], len(travelling))
 
     def _numbered(self, slots: Tensor) -> Tensor:
         """Slots of rows as slots of all rows end to end."""
@@ -149,19 +180,17 @@ class ShardedBatch(TokenBatch):
             found.append(self._numbered(wanted)[owner.gather(1, wanted) != asker])
         return torch.cat(found).unique()
 
-    def _exchange(self, hidden: Tensor, travelling: Tensor) -> Tensor:
-        """Their states: the own from here, the others from the ranks that hold them."""
-        values = hidden.new_zeros(len(travelling), hidden.shape[-1])
-        if not len(travelling):
+    def _exchange(self, hidden: Tensor, route: Route) -> Tensor:
+        """States that travel: the own from here, the others from the ranks that hold them."""
+        values = hidden.new_zeros(route.travelling, hidden.shape[-1])
+        if not route.travelling:
             return values
         if self.group is None:
             raise ParallelError(
                 "Reading target states ahead: other ranks hold some of them, and the batch was split without a group.",
                 remedy="Pass group= to split, or train on the text alone: loss='ce', agreement=False.",
             )
-        place = self.order.argsort(dim=1).flatten()[travelling] - self.rank * self.shape[1]
-        mine = (place >= 0) & (place < self.shape[1])
-        values[mine] = hidden[travelling[mine] // self.order.shape[1], place[mine]]
+        values.index_copy_(0, route.sent, hidden.flatten(0, 1).index_select(0, route.source))
         torch.distributed.all_reduce(values, group=self.group)
         return values
 
@@ -202,6 +231,7 @@ def split(
     _check_request(tokens, rank, size)
     assert rank is not None
     assert size is not None
+    device, tokens = tokens.input_ids.device, tokens.host
     order = gather_order(tokens, size, layout)
     local = tokens.shape[1] // size
     here = order[:, rank * local : (rank + 1) * local]
@@ -216,7 +246,7 @@ def split(
         order=order,
         order_doc_ids=tokens.doc_ids.gather(1, order),
         group=group,
-    )
+    ).to(device)
 
 
 def _cut_slots(slots: DepthSlots, here: Tensor) -> DepthSlots:

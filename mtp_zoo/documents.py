@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from mtp_zoo.errors import BatchError
 
 PADDING = -1
 """Document id of a slot that holds no token."""
+
+IGNORED = -100
+"""Label value of a token that is not to be learnt."""
 
 ACT = "Building a TokenBatch"
 """What messages say was being done."""
@@ -114,3 +118,29 @@ def first_slot(flags: Bool[Tensor, "batch seq"]) -> tuple[int, int] | None:
     """(row, slot) of the first flag that is set, row by row."""
     rows, slots = flags.nonzero().unbind(dim=1)
     return (int(rows[0]), int(slots[0])) if len(rows) else None
+
+
+def check_lengths(row: int, number: int, ids: Sized, learnt: Sized) -> None:
+    """Refuse a document whose mask has not one entry a token; a single entry would stand for all of them."""
+    if len(ids) != len(learnt):
+        raise BatchError(
+            f"Packing rows: expected one mask entry a token, got {len(learnt)} for the {len(ids)} tokens of document {number} "
+            f"of row {row}.",
+            remedy="Say for every token whether it is to be learnt.",
+        )
+
+
+def check_unshifted(labels: Tensor, input_ids: Tensor) -> None:
+    """Refuse labels that are not the token itself."""
+    learn = labels != IGNORED
+    other = learn & (labels != input_ids)
+    place = first_slot(other)
+    if place is None:
+        return
+    following = bool((learn[:, :-1] <= (labels[:, :-1] == input_ids[:, 1:])).all())
+    raise BatchError(
+        f"{ACT}: expected labels to be -100 or the token itself, got {int(labels[place])} for token "
+        f"{int(input_ids[place])} at row {place[0]}, slot {place[1]} ({int(other.sum())} such slots); "
+        + ("every label is the next token, so they are shifted." if following else "nor are they the next tokens."),
+        remedy="Pass unshifted labels; TokenBatch does every shift.",
+    )

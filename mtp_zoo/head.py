@@ -34,7 +34,7 @@ from mtp_zoo.errors import (
 )
 from mtp_zoo.groups import GROUPS, Group, group_of
 from mtp_zoo.modelconfig import ModelConfig
-from mtp_zoo.rollout import Rollout, run_rollout
+from mtp_zoo.rollout import Rollout, default_rollout, run_rollout
 from mtp_zoo.shared import SharedTensors
 from mtp_zoo.site import HeadSite
 from mtp_zoo.spec import DepthPolicy, Engine, HeadSpec
@@ -269,11 +269,7 @@ class DraftHead(nn.Module):
             position_ids: [batch, seq].
             attention: what the attention function takes: `mtp_chain`, or `cache` and `mask`.
 
-        Raises:
-            ContextLimitError: some position lies beyond the context for which the block's attention is exact.
         """
-        if self.factory.context_limit is not None:  # elsewhere no device is asked for a number
-            self.check_context(int(position_ids.max()) + 1)
         module = self.depths[(depth - 1) % self.num_depths]
         assert isinstance(module, DraftDepth)
         like = next(module.eh_proj.parameters())
@@ -322,7 +318,13 @@ class DraftHead(nn.Module):
         """The states of depths 1..`depths` in every slot; the whole loop runs in one forward, as FSDP2 wants it.
 
         See `mtp_zoo.rollout.run_rollout` for the arguments.
+
+        Raises:
+            ContextLimitError: a document, drafted tokens included, is longer than the context for which the block's
+                attention is exact.
         """
+        chained = (rollout or default_rollout(self)) == "chain"
+        self.check_context(tokens.last_position + (depths if chained else 1))
         return run_rollout(self, tokens, hidden, depths=depths, rollout=rollout, detach_embedding=detach_embedding)
 
     def draft_step(
@@ -334,8 +336,13 @@ class DraftHead(nn.Module):
         cache: Any,
         depth: int = 1,
     ) -> DepthState:
-        """Feed tokens behind those in a KV cache (a transformers `Cache`), as a server does while it drafts."""
+        """Feed tokens behind those in a KV cache (a transformers `Cache`), as a server does while it drafts.
+
+        Raises:
+            ContextLimitError: the cache then holds more tokens than the context for which the block's attention is exact.
+        """
         length, past = input_ids.shape[1], cache.get_seq_length()
+        self.check_context(past + length)
         mask = None
         if length > 1:
             mask = torch.ones(length, past + length, dtype=torch.bool, device=input_ids.device).tril(past)[None, None]

@@ -60,7 +60,7 @@ class Side:
         """The same side under a temperature."""
         return self if temperature == 1.0 else Side(self.logits / temperature)
 
-    def rows(self, rows: slice | list[int]) -> Side:
+    def rows(self, rows: slice | Tensor) -> Side:
         """Some positions; what is known of them is not computed again."""
         part = Side(self.logits[rows])
         known = ((name, self.__dict__.get(name)) for name in ("choice", "probs", "log_total"))

@@ -30,10 +30,12 @@ from mtp_zoo.arguments import (
     some_of,
     whole,
 )
-from mtp_zoo.batch import DepthSlots, TokenBatch
+from mtp_zoo.batch import TokenBatch
 from mtp_zoo.chunked_loss import DepthRows, chunked_loss
 from mtp_zoo.errors import ObjectiveError
 from mtp_zoo.head import DepthState, DraftHead
+from mtp_zoo.host_copies import to_device
+from mtp_zoo.loss_plan import DepthPlan, LossPlan
 from mtp_zoo.losses import Comparison, Mix, parse_losses
 from mtp_zoo.rollout import Rollout
 from mtp_zoo.stats import MTPStats, all_reduce, gather_stats
@@ -79,10 +81,10 @@ def step_counts(
     Raises:
         ObjectiveError: `depths` or `reduction` is out of range.
     """
-    total = torch.zeros(depths)
+    total, device = torch.zeros(depths), torch.device("cpu")
     for tokens in batches:
-        total = total.to(tokens.input_ids.device) + _counts(tokens, depths, reduction)
-    return all_reduce(total)
+        total, device = total + _counts(tokens, depths, reduction), tokens.input_ids.device
+    return all_reduce(to_device(total, device))
 
 
 class MTPObjective(nn.Module):
@@ -196,33 +198,27 @@ class MTPObjective(nn.Module):
             )
         if counts is None or self.reduction == "micro_batch":
             counts = _counts(tokens, self.depths, self.reduction)
-        scale = torch.tensor(self.weights, device=hidden.device) / counts.to(hidden.device).clamp(min=1)
-        slots = [tokens.slots(depth) for depth in range(1, self.depths + 1)]
-        target, rows = self._target(tokens, slots, hidden.detach())
+        weights = to_device(torch.tensor(self.weights), hidden.device)
+        scale = weights / to_device(counts, hidden.device).clamp(min=1)
+        plan = tokens.plan(self.depths)
         loss, parts = chunked_loss(
-            [self._rows(k, states[k], slots[k], rows[k], scale[k]) for k in range(self.depths)],
-            target,
+            [self._rows(k, states[k], plan.depths[k], scale[k]) for k in range(self.depths)],
+            self._target(tokens, plan, hidden.detach()) if self.agreement else None,
             self.head.shared.projection(detach="lm_head" in self.detach),
             rule=self.head.shared.rule,
             comparison=self.comparison,
             chunk_size=self.chunk_size,
         )
-        return MTPOutput(loss, gather_stats([each.gate for each in slots], parts))
+        return MTPOutput(loss, gather_stats(plan, tokens.input_ids.numel(), parts))
 
-    def _rows(self, k: int, state: DepthState, slots: DepthSlots, rows: Tensor, scale: Tensor) -> DepthRows:
+    def _rows(self, k: int, state: DepthState, plan: DepthPlan, scale: Tensor) -> DepthRows:
         # A depth without slots still gives every parameter a gradient, of exactly zero: nothing is left out of the graph.
-        return DepthRows(state.normed[slots.gate], slots.labels[slots.gate], rows, self.mixes[k], scale)
+        states = state.normed.flatten(0, 1).index_select(0, plan.slots)
+        return DepthRows(states, plan.labels, plan.target_rows, self.mixes[k], scale, plan.known_rows)
 
-    def _target(
-        self, tokens: TokenBatch, slots: Sequence[DepthSlots], hidden: Tensor
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """The target states that some depth is compared with, each once, and the row of every gated slot in them."""
-        if not self.agreement:
-            return None, [torch.arange(int(each.gate.sum())) for each in slots]
-        states, places = tokens.predicting(hidden, self.depths)
-        wanted = [place[each.gate] for place, each in zip(places, slots, strict=True)]
-        needed = torch.cat(wanted).unique()
-        return self._before_lm_head(states[needed]), [torch.searchsorted(needed, rows) for rows in wanted]
+    def _target(self, tokens: TokenBatch, plan: LossPlan, hidden: Tensor) -> Tensor:
+        """The target states that some depth is compared with, each once."""
+        return self._before_lm_head(tokens.reached(hidden, self.depths).index_select(0, plan.target_slots))
 
     @torch.no_grad()
     def _before_lm_head(self, states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
@@ -239,10 +235,11 @@ class MTPObjective(nn.Module):
         return norm(states)
 
 
-def _counts(tokens: TokenBatch, depths: int, reduction: Reduction) -> Tensor:
+def _counts(tokens: TokenBatch, depths: int, reduction: str) -> Tensor:
+    """What a batch adds to the denominators, [depths], on the CPU."""
     if reduction == "main_tokens":
-        return tokens.main_gate().sum().float().expand(depths)
-    return torch.stack([tokens.slots(depth).gate.sum() for depth in range(1, depths + 1)]).float()
+        return tokens.host.main_gate().sum().float().expand(depths)
+    return tokens.host.plan(depths).counts
 
 
 def _weights(depths: int, beta: float, weights: Sequence[float] | None) -> list[float]:

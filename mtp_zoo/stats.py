@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from mtp_zoo.chunked_loss import DepthLoss
+from mtp_zoo.loss_plan import LossPlan
 
 
 @dataclass(frozen=True)
@@ -68,30 +69,31 @@ class MTPStats:
 
     def metrics(self) -> dict[str, float]:
         """`means` as numbers. A depth without slots reports `mtp/slots_k` 0 and zeros."""
-        return {name: float(value) for name, value in self.means().items()}
+        means = self.means()
+        return dict(zip(means, torch.stack([value.double() for value in means.values()]).tolist(), strict=True))
 
 
-def gather_stats(gates: Sequence[Bool[Tensor, "batch seq"]], losses: Sequence[DepthLoss]) -> MTPStats:
-    """The sums of one batch.
+def gather_stats(plan: LossPlan, slots: int, losses: Sequence[DepthLoss]) -> MTPStats:
+    """The sums of one batch; nothing waits for the device.
 
     Args:
-        gates: which slots of each depth count.
-        losses: of these slots, in their order.
+        plan: which slots of each depth count.
+        slots: how many slots the batch has.
+        losses: of the slots that count, in their order.
     """
-    every = torch.stack(list(gates)).all(dim=0)
     compared = [
         (loss.matched, loss.accepted) for loss in losses if loss.matched is not None and loss.accepted is not None
     ]
     known = len(compared) == len(losses)
     return MTPStats(
         loss=_sums(loss.values for loss in losses),
-        slots=_sums(gates),
+        slots=plan.counts.double(),
         correct=_sums(loss.correct for loss in losses),
         matched=_sums(matched for matched, _ in compared) if known else None,
         accepted=_sums(accepted for _, accepted in compared) if known else None,
-        leading_greedy=_leading(every, gates, [matched.float() for matched, _ in compared]) if known else None,
-        leading_sampled=_leading(every, gates, [accepted for _, accepted in compared]) if known else None,
-        full_slots=every.double().sum(),
+        leading_greedy=_leading(plan, slots, [matched.float() for matched, _ in compared]) if known else None,
+        leading_sampled=_leading(plan, slots, [accepted for _, accepted in compared]) if known else None,
+        full_slots=plan.counts.new_full((), len(plan.full), dtype=torch.float64),
     )
 
 
@@ -99,17 +101,15 @@ def _sums(values: Iterable[Tensor]) -> Float[Tensor, " depths"]:
     return torch.stack([value.detach().double().sum() for value in values])
 
 
-def _leading(every: Tensor, gates: Sequence[Tensor], accepted: Sequence[Tensor]) -> Float[Tensor, ""]:
-    """Sum over the slots of `every` of the expected number of leading depths that are accepted.
+def _leading(plan: LossPlan, slots: int, accepted: Sequence[Tensor]) -> Float[Tensor, ""]:
+    """Sum over the slots that count at every depth of the expected number of leading depths that are accepted.
 
     Example: accepted with probabilities 1, 0.5 and 0.5, a slot expects 1 + 0.5 + 0.25 of them.
     """
-    chance = every.double()
+    chance = plan.counts.new_zeros(slots, dtype=torch.float64).index_fill_(0, plan.full, 1.0)
     total = torch.zeros_like(chance)
-    for gate, values in zip(gates, accepted, strict=True):
-        grid = torch.zeros_like(chance)
-        grid[gate] = values.to(grid.dtype)
-        chance = chance * grid
+    for depth, values in zip(plan.depths, accepted, strict=True):
+        chance = chance * torch.zeros_like(chance).index_copy_(0, depth.slots, values.double())
         total = total + chance
     return total.sum()
 

@@ -218,7 +218,7 @@ def test_ahead_fills_what_is_past_the_end_and_keeps_trailing_axes() -> None:
 def test_a_depth_is_compared_with_the_target_where_it_predicts_the_same_token() -> None:
     ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     tokens = TokenBatch.all_tokens(ids)
-    states, rows = tokens.predicting(ids[..., None].float(), 2)
+    states, rows = tokens.reached(ids[..., None].float(), 2), tokens.places(2)
     assert len(rows) == 2
     # The state of token x predicts the token behind x: slot 0 at depth 1 predicts 3, which is what the state of 2 predicts.
     assert states[rows[0], 0][:, :2].tolist() == [[2, 3], [6, 7]]
@@ -226,6 +226,17 @@ def test_a_depth_is_compared_with_the_target_where_it_predicts_the_same_token() 
     for depth in rows:
         assert depth.shape == (2, 4)
         assert 0 <= int(depth.min()) <= int(depth.max()) < len(states)
+
+
+def test_the_plan_names_slots_labels_and_target_rows() -> None:
+    plan = TokenBatch.all_tokens(row(10, 11, 12, 13, 14, 15)).plan(2)
+    assert [each.slots.tolist() for each in plan.depths] == [[0, 1, 2, 3], [0, 1, 2]]
+    assert [each.labels.tolist() for each in plan.depths] == [[12, 13, 14, 15], [13, 14, 15]]
+    assert [each.target_rows.tolist() for each in plan.depths] == [[0, 1, 2, 3], [1, 2, 3]]
+    assert [list(each.known_rows) for each in plan.depths] == [[0, 1, 2, 3], [1, 2, 3]]
+    assert plan.target_slots.tolist() == [1, 2, 3, 4]
+    assert plan.full.tolist() == [0, 1, 2]
+    assert plan.counts.tolist() == [4, 3]
 
 
 documents = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=4)

@@ -28,7 +28,8 @@ INDEX_NAMES = {"depth", "steps", "start", "stop", "length", "number"}
 
 CHECKS = {
     "ahead": ["ahead_fills_what_is_past_the_end_and_keeps_trailing_axes"],
-    "predicting": ["a_depth_is_compared_with_the_target_where_it_predicts_the_same_token"],
+    "_make_plan": ["the_plan_names_slots_labels_and_target_rows"],
+    "places": ["a_depth_is_compared_with_the_target_where_it_predicts_the_same_token"],
     "slots": [
         "an_answer_behind_a_prompt_is_learnt_from_the_last_prompt_tokens_on",
         "placeholder_tokens_never_enter_a_depth",
@@ -47,7 +48,7 @@ CHECKS = {
         "rows_longer_than_asked_are_refused",
         "a_document_whose_mask_is_shorter_or_longer_is_refused",
     ],
-    "_check_unshifted": [
+    "check_unshifted": [
         "labels_that_were_already_shifted_are_refused_with_the_place",
         "labels_of_other_tokens_are_not_called_shifted",
     ],
@@ -95,7 +96,7 @@ CHECKS = {
 
 EQUIVALENT = {
     "count_positions: torch.where(document_starts(doc_ids), slots, 0), offset 0 -1": "it is for padding in front only",
-    "predicting: ahead(rows, depth, 0), offset 1 +1": "slots whose gate is closed may hold any row",
+    "places: ahead(rows, depth, 0), offset 1 +1": "slots whose gate is closed may hold any row",
     "_text_positions: position_ids[0], offset 1 +1": "all axes agree",
     "_text_positions: position_ids[0], offset 1 -1": "all axes agree",
 }

@@ -216,25 +216,26 @@ def test_tensors_of_other_batches_are_refused() -> None:
 def test_target_states_of_other_ranks_need_a_group() -> None:
     part = split(packed(8), 1, 0, 2)
     with pytest.raises(ParallelError, match="split without a group"):
-        part.predicting(torch.zeros(1, 4, 2), 1)
+        part.reached(torch.zeros(1, 4, 2), 1)
 
 
 def test_a_batch_on_one_rank_finds_its_target_states_itself() -> None:
     tokens, states = packed(8, 4), torch.randn(1, 12, 2)
-    found, rows = split(tokens, 2, 0, 1).predicting(states, 2)
+    part = split(tokens, 2, 0, 1)
+    found, rows = part.reached(states, 2), part.places(2)
     for depth in (1, 2):
         gate = tokens.slots(depth).gate
         assert torch.equal(found[rows[depth - 1]][gate], ahead(states, depth, 0.0)[gate])
 
 
-def test_moving_a_part_moves_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moving_a_part_moves_all_of_it() -> None:
     part = split(packed(8), 2, 0, 2)
-    held = [part.input_ids, part.learn_mask, part.doc_ids, part.position_ids, part.main, part.order, part.order_doc_ids]
-    held += [tensor for slots in part.depths for tensor in (slots.input_ids, slots.labels, slots.gate, slots.enters)]
-    moved: list[Tensor] = []
-    monkeypatch.setattr(Tensor, "to", lambda tensor, device: moved.append(tensor) or tensor)
-    part.to("elsewhere")
-    assert {id(tensor) for tensor in moved} == {id(tensor) for tensor in held}
+    moved = part.to("meta")
+    held = [moved.input_ids, moved.learn_mask, moved.doc_ids, moved.position_ids]
+    held += [moved.main, moved.order, moved.order_doc_ids]
+    held += [tensor for slots in moved.depths for tensor in (slots.input_ids, slots.labels, slots.gate, slots.enters)]
+    assert {tensor.device.type for tensor in held} == {"meta"}
+    assert moved.host is part
 
 
 rows_of_documents = st.lists(

@@ -118,10 +118,10 @@ def refused(case: Case, group: Any) -> str:
 
 
 def target_states(group: Any) -> tuple[Tensor, list[Tensor]]:
-    """What `predicting` finds for the gated slots of this rank, at three depths of packed rows."""
+    """What `reached` and `places` find for the gated slots of this rank, at three depths of packed rows."""
     tokens, hidden = Case(PACKED).batch(8)
     part = split(tokens, 3, group=group)
-    states, rows = part.predicting(part.take(hidden), 3)
+    states, rows = part.reached(part.take(hidden), 3), part.places(3)
     return part.slot_ids, [torch.where(part.slots(k + 1).gate[..., None], states[rows[k]], 0.0) for k in range(3)]
 
 
