@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from mtp_zoo.version import __version__
 
 if TYPE_CHECKING:
-    from mtp_zoo.acceptance import AcceptanceReport, replay, speculate
+    from mtp_zoo.acceptance import replay, speculate
+    from mtp_zoo.acceptance_report import AcceptanceReport
     from mtp_zoo.attacher import attach
     from mtp_zoo.batch import TokenBatch
     from mtp_zoo.checkpoint import CheckpointIndex
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     from mtp_zoo.context_parallel import ShardedBatch, split
     from mtp_zoo.diagnosis.examination import doctor
     from mtp_zoo.diagnosis.finding import Diagnosis, Finding
+    from mtp_zoo.draft_module import DraftModule
     from mtp_zoo.errors import MTPZooError
     from mtp_zoo.exporter import ExportReport, export
     from mtp_zoo.grafting import graft
-    from mtp_zoo.head import DraftHead, DraftModule
+    from mtp_zoo.head import DraftHead
     from mtp_zoo.journal import RollbackReport, rollback
     from mtp_zoo.keymap import KeyMap
     from mtp_zoo.load_report import LoadReport
@@ -41,11 +43,11 @@ if TYPE_CHECKING:
     from mtp_zoo.verification import Verification, verify
 
 _HOME = {
-    "AcceptanceReport": "acceptance",
+    "AcceptanceReport": "acceptance_report",
     "CheckpointIndex": "checkpoint",
     "Diagnosis": "diagnosis.finding",
     "DraftHead": "head",
-    "DraftModule": "head",
+    "DraftModule": "draft_module",
     "ExportReport": "exporter",
     "Family": "registry",
     "Finding": "diagnosis.finding",

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -44,6 +45,7 @@ class DepthRows:
         mix: losses and their weights.
         scale: what the sum of the depth's losses is multiplied by in the total.
         known_rows: the numbers in `target_rows`, where the host has them.
+        lm_head: the depth's own output projection; None: the target's.
     """
 
     states: Float[Tensor, "n hidden"]
@@ -52,6 +54,7 @@ class DepthRows:
     mix: Mix
     scale: Float[Tensor, ""]
     known_rows: Sequence[int] | None = None
+    lm_head: Float[Tensor, "vocab hidden"] | None = None
 
     def host_rows(self) -> Sequence[int]:
         """Return `target_rows` as numbers: those that are known, or else what the device holds, for which the host waits."""
@@ -91,19 +94,21 @@ def chunked_loss(
         depths: the slots that count.
         target_states: what the target puts in front of the lm_head; taken without a graph. None: mixes of `ce` alone, and
             no agreement with the target.
-        lm_head: the shared output projection; gets a gradient where it asks for one.
+        lm_head: the target's output projection, which depths without an own one share; as those of the depths, it gets a
+            gradient where it asks for one.
         rule: what the model does behind the projection.
         comparison: how divergences compare the two distributions.
         chunk_size: target rows a chunk; None fits `CHUNK_ELEMENTS`.
     """
-    differentiate = torch.is_grad_enabled() and any(t.requires_grad for t in (lm_head, *(d.states for d in depths)))
     states = [depth.states for depth in depths]
+    weights = [lm_head, *(depth.lm_head for depth in depths if depth.lm_head is not None)]
+    differentiate = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, *states))
     with torch.no_grad():
-        run = _Run(depths, target_states, _autocast(lm_head.detach()), rule, comparison)
-        run.compute(chunk_size, differentiate, differentiate and lm_head.requires_grad)
+        run = _Run(depths, target_states, [_autocast(weight.detach()) for weight in weights], rule, comparison)
+        run.compute(chunk_size, differentiate, [differentiate and weight.requires_grad for weight in weights])
         total = torch.stack([loss.values.sum() * d.scale for loss, d in zip(run.losses, depths, strict=True)]).sum()
     if differentiate:
-        total = cast("Tensor", _Known.apply(total, run.grads, run.weight_grad, lm_head, *states))
+        total = cast("Tensor", _Known.apply(total, [*run.weight_grads, *run.grads], *weights, *states))
     return total, run.losses
 
 
@@ -111,11 +116,9 @@ class _Known(torch.autograd.Function):
     """A loss whose gradients are known already."""
 
     @staticmethod
-    def forward(
-        ctx: Any, total: Tensor, grads: list[Tensor], weight_grad: Tensor | None, weight: Tensor, *states: Tensor
-    ) -> Tensor:
-        kept = [grad.to(state.dtype) for grad, state in zip(grads, states, strict=True)]
-        ctx.save_for_backward(None if weight_grad is None else weight_grad.to(weight.dtype), *kept)
+    def forward(ctx: Any, total: Tensor, grads: list[Tensor | None], *inputs: Tensor) -> Tensor:
+        kept = [None if grad is None else grad.to(one.dtype) for grad, one in zip(grads, inputs, strict=True)]
+        ctx.save_for_backward(*kept)
         return total.clone()
 
     @staticmethod
@@ -123,16 +126,25 @@ class _Known(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *outer: Tensor
     ) -> tuple[Tensor | None, ...]:
-        weight_grad, *grads = ctx.saved_tensors
         factor = outer[0]
-        scaled = [grad * factor.to(grad.dtype) for grad in grads]
-        return None, None, None, None if weight_grad is None else weight_grad * factor.to(weight_grad.dtype), *scaled
+        scaled = [None if grad is None else grad * factor.to(grad.dtype) for grad in ctx.saved_tensors]
+        return None, None, *scaled
 
 
 def _autocast(weight: Tensor) -> Tensor:
     """The weight in the dtype in which a matrix product would run here."""
     device = weight.device.type
     return weight.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight
+
+
+@dataclass(frozen=True)
+class _Product:
+    """What one projection makes of a chunk: of the slots of the depths that share it, laid end to end."""
+
+    weight: int
+    depths: Sequence[int]
+    states: Tensor
+    logits: Tensor
 
 
 class _Run:
@@ -142,23 +154,27 @@ class _Run:
         self,
         depths: Sequence[DepthRows],
         target_states: Tensor | None,
-        weight: Tensor,
+        weights: Sequence[Tensor],
         rule: LogitRule,
         comparison: Comparison,
     ) -> None:
         self.depths, self.target_states, self.rule, self.comparison = depths, target_states, rule, comparison
-        self.weight = rule.entries(weight)
+        self.weights = [rule.entries(weight) for weight in weights]
+        self.weight = self.weights[0]
+        self.shapes = [weight.shape for weight in weights]
+        self.users = _users(depths)
         self.rows = [depth.host_rows() for depth in depths]
         self.losses = [_empty(depth, self.weight, target_states is not None) for depth in depths]
         dtype = compute_dtype(self.weight)
-        self.grads = [torch.zeros(depth.states.shape, dtype=dtype, device=weight.device) for depth in depths]
-        self.weight_shape = weight.shape
-        self.weight_grad: Tensor | None = None
+        self.grads = [torch.zeros(depth.states.shape, dtype=dtype, device=self.weight.device) for depth in depths]
+        self.weight_grads: list[Tensor | None] = []
 
-    def compute(self, chunk_size: int | None, differentiate: bool, differentiate_weight: bool) -> None:
+    def compute(self, chunk_size: int | None, differentiate: bool, differentiate_weights: Sequence[bool]) -> None:
         """Fill losses and gradients."""
-        if differentiate_weight:
-            self.weight_grad = self.weight.new_zeros(self.weight_shape, dtype=compute_dtype(self.weight))
+        self.weight_grads = [
+            weight.new_zeros(shape, dtype=compute_dtype(weight)) if wanted else None
+            for weight, shape, wanted in zip(self.weights, self.shapes, differentiate_weights, strict=True)
+        ]
         last = max((rows[-1] for rows in self.rows if rows), default=-1)
         size = chunk_size or self._default_chunk()
         with torch.autocast(self.weight.device.type, enabled=False):
@@ -171,27 +187,31 @@ class _Run:
         return max(1, budget // (sides * len(self.weight)))
 
     def _chunk(self, start: int, stop: int, differentiate: bool) -> None:
-        """All depths whose target row lies in start:stop; their logits come out of one product, and so does the gradient."""
+        """All depths whose target row lies in start:stop; logits of depths that share a projection come out of one product,
+        and so does their gradient."""
         spans = [_span(rows, start, stop) for rows in self.rows]
-        states = torch.cat([depth.states[span].detach() for depth, span in zip(self.depths, spans, strict=True)])
-        if not len(states):
+        if all(span.start == span.stop for span in spans):
             return
-        logits = self._logits(states)
-        target = None if self.target_states is None else self._logits(self.target_states[start:stop].detach())
+        products = [self._product(weight, numbers, spans) for weight, numbers in self.users.items()]
+        logits = dict(_by_depth(products, spans))
+        target = None if self.target_states is None else self._logits(self.target_states[start:stop].detach(), 0)
         for first, last in self._blocks(start, stop):
             side = None if target is None else Side(target[first - start : last - start])
-            offset = 0
             for number, span in enumerate(spans):
                 part = _span(self.rows[number], first, last)
-                place = slice(offset + part.start - span.start, offset + part.stop - span.start)
+                place = slice(part.start - span.start, part.stop - span.start)
                 if part.start < part.stop:
-                    logits[place] = self._block(number, part, logits[place], side, first)
-                offset += span.stop - span.start
+                    logits[number][place] = self._block(number, part, logits[number][place], side, first)
         if differentiate:
-            self._add_gradients(spans, logits, states)
+            for product in products:
+                self._add_gradients(product, spans)
 
-    def _logits(self, states: Tensor) -> Tensor:
-        return self.rule.apply_(project(states, self.weight))
+    def _product(self, weight: int, numbers: Sequence[int], spans: Sequence[slice]) -> _Product:
+        states = torch.cat([self.depths[number].states[spans[number]].detach() for number in numbers])
+        return _Product(weight, numbers, states, self._logits(states, weight))
+
+    def _logits(self, states: Tensor, weight: int) -> Tensor:
+        return self.rule.apply_(project(states, self.weights[weight]))
 
     def _block(self, number: int, here: slice, logits: Tensor, target: Side | None, first: int) -> Tensor:
         """Losses of some slots of one depth; returns the gradient on the product behind their logits."""
@@ -208,15 +228,17 @@ class _Run:
         loss.values[here], grad = mixed(depth.mix, head, pair, labels, how)
         return self.rule.backward_(grad, logits)
 
-    def _add_gradients(self, spans: Sequence[slice], grad: Tensor, states: Tensor) -> None:
-        scales = torch.cat([d.scale.expand(s.stop - s.start) for d, s in zip(self.depths, spans, strict=True)])
-        back = project_back(grad, self.weight) * scales[:, None]
-        for total, part, span in zip(
-            self.grads, back.split([span.stop - span.start for span in spans]), spans, strict=True
-        ):
-            total[span] = part
-        if self.weight_grad is not None:
-            add_weight_gradient_(self.rule.entries(self.weight_grad), grad, states.to(grad.dtype) * scales[:, None])
+    def _add_gradients(self, product: _Product, spans: Sequence[slice]) -> None:
+        """`product.logits` holds the gradient on the product by now."""
+        sizes = [spans[number].stop - spans[number].start for number in product.depths]
+        scales = torch.cat([self.depths[n].scale.expand(size) for n, size in zip(product.depths, sizes, strict=True)])
+        back = project_back(product.logits, self.weights[product.weight]) * scales[:, None]
+        for number, part in zip(product.depths, back.split(sizes), strict=True):
+            self.grads[number][spans[number]] = part
+        weight_grad = self.weight_grads[product.weight]
+        if weight_grad is not None:
+            scaled = product.states.to(product.logits.dtype) * scales[:, None]
+            add_weight_gradient_(self.rule.entries(weight_grad), product.logits, scaled)
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         rows = stop - start
@@ -224,6 +246,22 @@ class _Run:
             rows = max(torch.get_num_threads(), BLOCK_ELEMENTS // len(self.weight))
         for first in range(start, stop, rows):
             yield first, min(first + rows, stop)
+
+
+def _users(depths: Sequence[DepthRows]) -> dict[int, list[int]]:
+    """Which depths use which projection: 0 is the target's, 1 and up are those of depths with their own, in order."""
+    users: dict[int, list[int]] = {}
+    own = count(1)
+    for number, depth in enumerate(depths):
+        users.setdefault(0 if depth.lm_head is None else next(own), []).append(number)
+    return users
+
+
+def _by_depth(products: Sequence[_Product], spans: Sequence[slice]) -> Iterator[tuple[int, Tensor]]:
+    """Every depth's part of the logits; views."""
+    for product in products:
+        parts = product.logits.split([spans[number].stop - spans[number].start for number in product.depths])
+        yield from zip(product.depths, parts, strict=True)
 
 
 def _empty(depth: DepthRows, weight: Tensor, compared: bool) -> DepthLoss:

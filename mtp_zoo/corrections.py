@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
@@ -13,15 +15,18 @@ def latent_norm_eps(layer: Any, config: Any) -> None:
     transformers builds them with its class default, 1e-6; vLLM 0.32.0 and SGLang 0.5.23 (models/deepseek_v2.py in both) with
     `rms_norm_eps`, which is 1e-5 in GLM-4.7-Flash and GLM-5.
     """
+    for norm in _latent_norms(layer):
+        norm.variance_epsilon = config.rms_norm_eps
+
+
+def _latent_norms(layer: Any) -> list[Any]:
     attention = getattr(layer, "self_attn", None)
-    for name in LATENT_NORMS:
-        norm = getattr(attention, name, None)
-        if norm is not None:
-            norm.variance_epsilon = config.rms_norm_eps
+    found = [getattr(attention, name, None) for name in LATENT_NORMS]
+    return [norm for norm in found if norm is not None]
 
 
 def correct_target(target: Any) -> None:
-    """Let a whole transformers model norm its latents as the engines that will serve it do, see `latent_norm_eps`.
+    """Let a whole transformers model norm its latents as the engines that will serve it do, for good; see `latent_norm_eps`.
 
     Otherwise the states that a head is trained on are not quite those that it will be handed: on tiny checkpoints of
     GLM-4.7-Flash's and GLM-5's kind they lie 5e-5 apart. Models without latent attention are left as they are.
@@ -29,8 +34,28 @@ def correct_target(target: Any) -> None:
     from mtp_zoo.shared import language_model
 
     model = language_model(target)
-    for layer in model.layers:
+    for layer in getattr(model, "layers", ()):
         latent_norm_eps(layer, model.config)
+
+
+@contextmanager
+def corrected(target: Any) -> Generator[None]:
+    """Run a block under `correct_target`, and give the norms the epsilon back that they had.
+
+    `target_states`, `speculate` and `replay` run so: a model that was handed in computes the states that engines will, and
+    stays as it is. `attach` and `train` correct the model that they train on for good.
+    """
+    from mtp_zoo.shared import language_model
+
+    layers = getattr(language_model(target), "layers", ())
+    norms = [norm for layer in layers for norm in _latent_norms(layer)]
+    before = [norm.variance_epsilon for norm in norms]
+    correct_target(target)
+    try:
+        yield
+    finally:
+        for norm, epsilon in zip(norms, before, strict=True):
+            norm.variance_epsilon = epsilon
 
 
 def dense_attention(layer: Any, config: Any) -> None:

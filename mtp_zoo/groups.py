@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Literal, TypeAlias, get_args
 
-Group: TypeAlias = Literal["fusion", "attention", "mlp", "experts", "router", "norms"]
+Group: TypeAlias = Literal["fusion", "attention", "mlp", "experts", "router", "norms", "lm_head"]
 
 GROUPS: tuple[Group, ...] = get_args(Group)
 
@@ -22,6 +22,7 @@ PATTERNS: tuple[tuple[Group, str], ...] = (
     ("router", r"\.mlp\.(gate|shared_expert_gate)\."),
     ("mlp", r"\.mlp\."),
     ("attention", r"\.self_attn\."),
+    ("lm_head", r"^depths\.\d+\.lm_head\."),
 )
 """The first that fits decides: a norm inside the attention is a norm."""
 

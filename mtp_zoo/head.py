@@ -6,25 +6,29 @@ Canonical names, the same for every family; the key map translates:
     depths.{i}.hnorm     norm of the hidden state that enters
     depths.{i}.eh_proj   projection of both, joined, to the hidden size
     depths.{i}.block     one decoder layer of the target's own kind
-    depths.{i}.norm      output norm, in front of the target's lm_head
+    depths.{i}.norm      output norm, in front of the lm_head
+    depths.{i}.lm_head   output projection of the depth's own, in families that have one (`private_head="kept"`); elsewhere
+                         the target's is borrowed
 
 Families with one fusion for several blocks let every depth use the parts of depth 0, under the names of depth 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from collections.abc import Collection, Generator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 
 from mtp_zoo.batch import TokenBatch
 from mtp_zoo.blocks import BlockFactory
 from mtp_zoo.chain_attention import register_attention
+from mtp_zoo.draft_module import DepthState, DraftModule
 from mtp_zoo.errors import (
     ContextLimitError,
     FamilyDefinitionError,
@@ -44,45 +48,8 @@ if TYPE_CHECKING:
     from mtp_zoo.registry import Family
 
 
-@dataclass(frozen=True)
-class DepthState:
-    """What one depth gives: `normed` goes to the lm_head, `recycled` to the next depth. Both [batch, seq, hidden]."""
-
-    normed: Tensor
-    recycled: Tensor
-
-
-@runtime_checkable
-class DraftModule(Protocol):
-    """What rollouts, the objective and the draft loop need of a head; anything that has it can take part."""
-
-    spec: HeadSpec
-    engine: Engine | None
-
-    @property
-    def num_depths(self) -> int:
-        """Number of depths with weights of their own."""
-        ...
-
-    @property
-    def depth_policy(self) -> DepthPolicy:
-        """How depths chain."""
-        ...
-
-    @property
-    def shared(self) -> SharedTensors:
-        """The target's embedding and lm_head."""
-        ...
-
-    def run_depth(
-        self, depth: int, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, **attention: Any
-    ) -> DepthState:
-        """One application of a depth."""
-        ...
-
-
 class DraftDepth(nn.Module):
-    """Fusion, block and output norm of one depth."""
+    """Fusion, block and output norm of one depth, and its lm_head where the family has one a depth."""
 
     def __init__(self, spec: HeadSpec, factory: BlockFactory, parts: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -92,6 +59,8 @@ class DraftDepth(nn.Module):
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.block = factory.layer()
         self.norm = factory.norm()
+        if spec.private_head == "kept":
+            self.lm_head = nn.Linear(hidden, factory.config.vocab_size, bias=False)
         for name, module in parts.items():
             # A part of depth 0 is used here and stored there: past nn.Module, so that it is registered once.
             delattr(self, name)
@@ -202,6 +171,16 @@ class DraftHead(nn.Module):
         self._shared = shared
         return self
 
+    @contextmanager
+    def borrowing(self, target: Any) -> Generator[None]:
+        """Attach a target for the length of a block; what was attached before comes back."""
+        before = self._shared
+        self.attach(target)
+        try:
+            yield
+        finally:
+            self._shared = before
+
     def weights(self) -> dict[str, Tensor]:
         """Every stored tensor by canonical name: the entries of `state_dict()`, with their graph."""
         stored = self.state_dict().keys()
@@ -211,10 +190,11 @@ class DraftHead(nn.Module):
     def train_only(self, groups: Collection[Group]) -> None:
         """Let the tensors of these groups take gradients, and no others.
 
-        By default all six groups do. The router's correction bias and the indexer of sparse attention belong to none.
+        By default all groups do. The router's correction bias and the indexer of sparse attention belong to none.
 
         Args:
-            groups: of `fusion`, `attention`, `mlp`, `experts`, `router`, `norms`.
+            groups: of `fusion`, `attention`, `mlp`, `experts`, `router`, `norms`, `lm_head` (the head's own, never the
+                target's).
 
         Raises:
             SettingsError: a group that does not exist, or none that this head has.
@@ -279,6 +259,22 @@ class DraftHead(nn.Module):
             return cast("DepthState", checkpoint(self._run, *arguments, use_reentrant=False, **attention))
         return self._run(*arguments, **attention)
 
+    def own_lm_head(self, depth: int) -> Float[Tensor, "vocab hidden"] | None:
+        """The output projection of the depth's own (1-based; wraps around), with its graph; None where it uses the target's.
+
+        Gathered where the head is sharded over ranks; its gradient is then summed over them, as that of the rest.
+        """
+        if self.spec.private_head != "kept":
+            return None
+        weight: Tensor = cast("DraftDepth", self.depths[(depth - 1) % self.num_depths]).lm_head.weight
+        if not isinstance(weight, DTensor):
+            return weight
+        return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
+
+    def logits(self, depth: int, states: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+        """Full logits of what a depth drafts from `DepthState.normed`; for drafting. Losses use chunks."""
+        return self.shared.logits(states, self.own_lm_head(depth))
+
     def check_context(self, tokens: int) -> None:
         """Refuse a context, drafts included, for which the block's attention is not exact; to know before a long run.
 
@@ -335,15 +331,22 @@ class DraftHead(nn.Module):
         *,
         cache: Any,
         depth: int = 1,
+        mask: Bool[Tensor, "batch 1 seq entries"] | None = None,
     ) -> DepthState:
         """Feed tokens behind those in a KV cache (a transformers `Cache`), as a server does while it drafts.
 
+        `mask` says which entries, the new ones included, each token sees; None: all up to its own.
+
         Raises:
-            ContextLimitError: the cache then holds more tokens than the context for which the block's attention is exact.
+            ContextLimitError: without a mask, where the cache then holds more tokens than the context for which the block's
+                attention is exact.
         """
         length, past = input_ids.shape[1], cache.get_seq_length()
-        self.check_context(past + length)
-        mask = None
-        if length > 1:
+        if mask is None:
+            self.check_context(past + length)
+        if mask is None and length > 1:
             mask = torch.ones(length, past + length, dtype=torch.bool, device=input_ids.device).tril(past)[None, None]
         return self.run_depth(depth, self.shared.embed(input_ids), hidden, position_ids, cache=cache, mask=mask)
+
+
+__all__ = ["DepthState", "DraftDepth", "DraftHead", "DraftModule"]

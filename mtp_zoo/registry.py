@@ -23,7 +23,7 @@ from mtp_zoo.errors import (
     UnresolvedFamilyError,
 )
 from mtp_zoo.modelconfig import ModelConfig
-from mtp_zoo.rules import Rule, Skip, claims, templates_of
+from mtp_zoo.rules import Rule, Skip, claims, heads_of, templates_of
 from mtp_zoo.scaling import scaled_name
 from mtp_zoo.site import HeadSite, behind_prefix, find_site, fused_layers, likely_site
 from mtp_zoo.spec import Engine, HeadSpec
@@ -153,7 +153,8 @@ def register(family: Family) -> Family:
 
     Raises:
         DuplicateFamilyError: the name or one of the model_types is taken.
-        FamilyDefinitionError: its rules and its spec disagree on the copies that a head may hold.
+        FamilyDefinitionError: its rules and its spec disagree on the copies that a head may hold, or it keeps an embedding of
+            its own, which no head here has.
     """
     _check_copies(family)
     for other in _FAMILIES.values():
@@ -168,7 +169,8 @@ def register(family: Family) -> Family:
 
 
 def _check_copies(family: Family) -> None:
-    """What engines ignore is a copy that a rule skips; what is absent has no rule."""
+    """What engines ignore is a copy that a rule skips, an lm_head that they keep is filled by a rule, and what is absent has
+    no rule."""
     copied = {rule.copy_of for rule in family.rules if isinstance(rule, Skip)}
     stated = {"embedding": family.spec.private_embedding, "lm_head": family.spec.private_head}
     wrong = [
@@ -176,10 +178,18 @@ def _check_copies(family: Family) -> None:
         for role, value in stated.items()
         if (value == "ignored") is not (role in copied)
     ]
+    fills = any(name.endswith(".lm_head.weight") for rule in family.rules for name in heads_of(rule))
+    if (family.spec.private_head == "kept") is not fills:
+        wrong.append(
+            f"lm_head: the spec says '{stated['lm_head']}', {'a' if fills else 'no'} rule fills the head's own"
+        )
+    if family.spec.private_embedding == "kept":
+        wrong.append("embedding: the spec says 'kept'; heads here embed with their target's embedding only")
     if wrong:
         raise FamilyDefinitionError(
             f"Registering family '{family.name}': its spec and its rules disagree on private tensors.",
-            remedy="Skip(..., copy_of=...) where engines ignore the copy, and say 'absent' where there is none.",
+            remedy="Skip(..., copy_of=...) where engines ignore the copy, Rename(..., 'depths.{d}.lm_head.weight') where they "
+            "keep it, and say 'absent' where there is none.",
             problems=wrong,
         )
 

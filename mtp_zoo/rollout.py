@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from mtp_zoo.batch import TokenBatch
     from mtp_zoo.context_attention import ContextState
-    from mtp_zoo.head import DepthState, DraftModule
+    from mtp_zoo.draft_module import DepthState, DraftModule
 
 Rollout: TypeAlias = Literal["chain", "sequence"]
 

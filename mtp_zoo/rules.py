@@ -129,6 +129,13 @@ def templates_of(rule: Rule) -> tuple[str, ...]:
     return rule.native if isinstance(rule, Stack) else (rule.native,)
 
 
+def heads_of(rule: Rule) -> tuple[str, ...]:
+    """The head names that a rule fills."""
+    if isinstance(rule, Skip):
+        return ()
+    return rule.head if isinstance(rule, Split) else (rule.head,)
+
+
 @cache
 def any_pattern(template: str) -> re.Pattern[str]:
     """The template at any depth, layer and expert."""
@@ -137,7 +144,7 @@ def any_pattern(template: str) -> re.Pattern[str]:
 
 def expand(rule: Rename | Stack | Split, fill: Mapping[str, str], shapes: Mapping[str, Shape]) -> Binding | None:
     """The rule for one depth, or None where this head has no such tensor (an optional norm, another expert layout)."""
-    heads = tuple(_put(name, fill) for name in (rule.head if isinstance(rule, Split) else (rule.head,)))
+    heads = tuple(_put(name, fill) for name in heads_of(rule))
     known = [name in shapes for name in heads]
     if not any(known):
         return None

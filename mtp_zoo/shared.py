@@ -108,9 +108,14 @@ class SharedTensors:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
             return self.embedding(input_ids)
 
-    def logits(self, states: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-        """Full logits; for drafting and tests. Losses use chunks (`mtp_zoo.losses`)."""
-        weight = self.lm_head_weight
+    def logits(
+        self, states: Float[Tensor, "*batch hidden"], projection: Float[Tensor, "vocab hidden"] | None = None
+    ) -> Float[Tensor, "*batch vocab"]:
+        """Full logits, under another projection than the lm_head where one is given; for drafting and tests.
+
+        Losses use chunks (`mtp_zoo.losses`).
+        """
+        weight = self.lm_head_weight if projection is None else projection
         return self.rule.apply_(states.to(weight.dtype) @ self.rule.entries(weight).T)
 
 

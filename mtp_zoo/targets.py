@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mtp_zoo.batch import PADDING, TokenBatch
+from mtp_zoo.corrections import corrected
 from mtp_zoo.errors import FamilyDefinitionError
 from mtp_zoo.shared import language_model
 from mtp_zoo.spec import HeadSpec
@@ -25,7 +26,8 @@ def target_states(target: Any, tokens: TokenBatch, spec: HeadSpec) -> Float[Tens
     and packed attention without a block mask leaks from one document into the next.
 
     Args:
-        target: a transformers causal language model.
+        target: a transformers causal language model. Norms of latent attention run with the epsilon that engines use, see
+            `mtp_zoo.corrections.corrected`; the model stays as it is.
         tokens: the batch.
         spec: the head's conventions.
 
@@ -38,14 +40,12 @@ def target_states(target: Any, tokens: TokenBatch, spec: HeadSpec) -> Float[Tens
             remedy="Collect the streams with a hook of the family's own.",
         )
     model = language_model(target)
-    if spec.hidden_tap == "pre_norm":
-        with _norm_switched_off(model):
-            return _states(model, tokens)
-    return _states(model, tokens)
+    with corrected(target), norm_switched_off(model) if spec.hidden_tap == "pre_norm" else nullcontext():
+        return _states(model, tokens)
 
 
 @contextmanager
-def _norm_switched_off(model: Any) -> Generator[None]:
+def norm_switched_off(model: Any) -> Generator[None]:
     """Let the final norm pass its input through, so that the last hidden state is the one in front of it."""
     handle = model.norm.register_forward_hook(lambda _module, inputs, _output: inputs[0])
     try:

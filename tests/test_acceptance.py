@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mtp_zoo import acceptance
 from mtp_zoo.acceptance import AcceptanceReport, PromptResult, ends_in_loop, replay, speculate
 from mtp_zoo.errors import AcceptanceError
+from mtp_zoo.verifier import Verifier
 from tests.heads import VOCAB, tiny_head, tiny_target
 from tests.oracles import FULL_ATTENTION, oracle_pair, prompts
 
@@ -65,7 +65,7 @@ def test_a_head_trained_for_several_depths_uses_each_in_turn() -> None:
 
 def test_an_output_that_differs_from_plain_decoding_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     target, head = oracle_pair()
-    monkeypatch.setattr(acceptance, "_greedy", lambda target, prompts, steps: [[0] * steps])
+    monkeypatch.setattr(Verifier, "greedy", lambda self, prompts, steps: [[0] * steps])
     assert speculate(target, head, prompts(4), k=2, max_new_tokens=5).lossless is False
 
 

@@ -52,7 +52,8 @@ TABLE = {
 }
 
 HELD = {
-    family: set(GROUPS) if family in WITH_EXPERTS else {"fusion", "attention", "mlp", "norms"} for family in FAMILIES
+    family: set(GROUPS) - {"lm_head"} if family in WITH_EXPERTS else {"fusion", "attention", "mlp", "norms"}
+    for family in FAMILIES
 }
 """Groups that a family's head has."""
 

@@ -90,7 +90,7 @@ class Library:
         tokens = mz.TokenBatch.all_tokens(torch.tensor([[*self.prompts[prompt], *known]]))
         states = self.head(tokens, mz.target_states(self.target, tokens, self.head.spec), depths=depth)
         slot = tokens.shape[1] - 1 - depth
-        return _lead(self.head.shared.logits(states[-1].normed[0, slot]))
+        return _lead(self.head.logits(depth, states[-1].normed[0, slot]))
 
 
 def _lead(logits: Tensor) -> float:
