@@ -3,25 +3,23 @@ position rule, number of drafts and batch size, on targets with and without recu
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mtp_zoo import acceptance
 from mtp_zoo.acceptance import AcceptanceReport, replay, speculate
 from mtp_zoo.errors import AcceptanceError
 from mtp_zoo.head import DraftHead
 from mtp_zoo.spec import PerEngine
-from tests.heads import HIDDEN, VOCAB, tiny_head, tiny_target
+from tests.heads import VOCAB, tiny_head, tiny_target
 from tests.oracles import FULL_ATTENTION
 
 HYBRID: dict[str, Any] = {}
-NEW_TOKENS = 14
+NEW_TOKENS = 11
 
-LENGTHS = (5, 1, 9, 2, 5, 7)
+LENGTHS = (5, 1, 9, 2, 5)
 """One token alone, fewer tokens than depths, and two prompts of one length."""
 
 
@@ -30,29 +28,20 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def pair(layers: dict[str, Any], *, depths: int = 1, seed: int = 0, **spec: Any) -> tuple[Any, DraftHead]:
-    """A target whose next token mostly follows from the last one, and a head that mostly knows it.
+def pair(layers: dict[str, Any], *, depths: int = 1, **spec: Any) -> tuple[Any, DraftHead]:
+    """A random target and a random head, whose lm_head knows two tokens only: a draft is right about every second time.
 
-    The trunk's layers add a little of the context, so do the blocks of the head: some drafts are right at every depth, and
-    whether they are hangs on every state and cache that enters.
+    Both of them take part in every choice with all that they compute: a state, a cache or a position that is not what it
+    should be changes some of the counts.
     """
-    target = tiny_target(tied=False, seed=seed, **layers)
-    head = tiny_head(depths=depths, seed=seed, spec=spec)
+    target, head = tiny_target(tied=False, **layers), tiny_head(depths=depths, spec=spec)
+    generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for layer in target.model.layers:
-            for name, parameter in layer.named_parameters():
-                if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-                    parameter.mul_(0.5)
-        order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))
-        embedding = nn.functional.normalize(target.model.embed_tokens.weight, dim=-1)
-        target.lm_head.weight[order] = embedding
-        target.model.norm.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(2))
-        for depth in range(depths):
-            block = head.depths[depth].block
-            block.self_attn.o_proj.weight.mul_(0.6)
-            block.mlp.down_proj.weight.mul_(0.3)
-        head.depths[0].eh_proj.weight.mul_(0.25)
-        head.depths[0].eh_proj.weight[:, :HIDDEN] += torch.eye(HIDDEN)
+        target.lm_head.weight[1:] = 0
+        target.model.norm.weight.normal_(std=1.0, generator=generator)
+        head.depths[0].norm.weight.normal_(std=1.0, generator=generator)
+        for depth in head.depths:
+            depth.block.self_attn.o_proj.weight.mul_(3)
     return target, head.eval()
 
 
@@ -69,10 +58,11 @@ def agree(target: Any, head: DraftHead, k: int, batch_sizes: tuple[int, ...] = (
     asked = prompts()
     expected = replay(target, head, asked, k=k, max_new_tokens=NEW_TOKENS)
     for batch_size in batch_sizes:
-        loop = speculate(target, head, asked, k=k, max_new_tokens=NEW_TOKENS, batch_size=batch_size)
+        check = batch_size > 1
+        loop = speculate(target, head, asked, k=k, max_new_tokens=NEW_TOKENS, batch_size=batch_size, check=check)
         assert counts(loop) == counts(expected), batch_size
         assert outputs(loop) == outputs(expected)
-        assert loop.lossless is True
+        assert loop.lossless is (True if check else None)
     return {accepted for row in counts(expected) for accepted in row}
 
 
@@ -93,8 +83,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_loop_and_replay_count_alike(case: str, layers: dict[str, Any]) -> None:
     target, head = pair(layers, **CASES[case])
-    seen = agree(target, head, 3)
-    assert len(seen) > 2, "accepted counts of all kinds, or nothing is shown"
+    assert agree(target, head, 3) >= {0, 1, 3}
 
 
 @pytest.mark.parametrize("depths", [1, 2])
@@ -102,10 +91,10 @@ def test_loop_and_replay_count_alike(case: str, layers: dict[str, Any]) -> None:
 def test_any_number_of_drafts_counts_alike(k: int, depths: int) -> None:
     """More drafts than stored depths use the depths in turn, each time with a cache of its own."""
     target, head = pair(HYBRID, depths=depths)
-    assert len(agree(target, head, k, (1, 6))) > 1
+    assert agree(target, head, k, (3,)) >= {0, 1, min(k, 2)}
 
 
-@pytest.mark.parametrize("batch_size", [2, 3, 6, 100])
+@pytest.mark.parametrize("batch_size", [2, 3, 100])
 def test_prompts_that_run_together_count_as_if_alone(batch_size: int) -> None:
     target, head = pair(HYBRID, depths=2)
     alone = speculate(target, head, prompts(), k=3, max_new_tokens=NEW_TOKENS)
@@ -114,9 +103,8 @@ def test_prompts_that_run_together_count_as_if_alone(batch_size: int) -> None:
 
 
 def test_prompts_that_end_early_leave_the_others_alone() -> None:
-    target, head = pair(HYBRID)
-    free = speculate(target, head, prompts(), k=3, max_new_tokens=NEW_TOKENS)
-    eos = [free.prompts[0].output[2], free.prompts[3].output[5]]
+    target, head = pair(FULL_ATTENTION)
+    eos = [1]
     alone = speculate(target, head, prompts(), k=3, max_new_tokens=NEW_TOKENS, eos=eos)
     assert len({len(prompt.output) for prompt in alone.prompts}) > 2
     assert speculate(target, head, prompts(), k=3, max_new_tokens=NEW_TOKENS, eos=eos, batch_size=6) == alone
