@@ -214,7 +214,9 @@ class MTPObjective(nn.Module):
     def _rows(self, k: int, state: DepthState, plan: DepthPlan, scale: Tensor) -> DepthRows:
         # A depth without slots still gives every parameter a gradient, of exactly zero: nothing is left out of the graph.
         states = state.normed.flatten(0, 1).index_select(0, plan.slots)
-        return DepthRows(states, plan.labels, plan.target_rows, self.mixes[k], scale, plan.known_rows, self.head.own_lm_head(k + 1))
+        return DepthRows(
+            states, plan.labels, plan.target_rows, self.mixes[k], scale, plan.known_rows, self.head.own_lm_head(k + 1)
+        )
 
     def _target(self, tokens: TokenBatch, plan: LossPlan, hidden: Tensor) -> Tensor:
         """The target states that some depth is compared with, each once."""

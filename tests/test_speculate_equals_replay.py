@@ -116,7 +116,10 @@ def test_prompts_that_end_early_leave_the_others_alone() -> None:
 
 def traces(target: Any, head: DraftHead) -> dict[str, Any]:
     """Whatever a measurement could leave behind in a model or in the process."""
-    found: dict[str, Any] = {"rng": torch.get_rng_state().tolist(), "shared": vars(head.shared) if head._shared else None}
+    found: dict[str, Any] = {
+        "rng": torch.get_rng_state().tolist(),
+        "shared": vars(head.shared) if head._shared else None,
+    }
     for role, model in (("target", target), ("head", head)):
         for name, module in model.named_modules():
             hooks = [len(value) for key, value in vars(module).items() if key.endswith("_hooks")]
