@@ -139,7 +139,7 @@ def _plain(verifier: Verifier, prompts: Sequence[Sequence[int]], steps: int) -> 
 
 def _leading_hits(target: Any, head: DraftHead, rows: Sequence[Sequence[int]], k: int) -> list[list[int]]:
     """For every slot of every row: how many leading depths would draft the tokens that follow."""
-    device = head.shared.embedding.weight.device
+    device = head.shared.lm_head_weight.device
     tokens = TokenBatch.all_tokens(torch.tensor([list(row) for row in rows], device=device))
     states = head(tokens, target_states(target, tokens, head.spec), depths=k)
     leading = torch.zeros(tokens.shape, dtype=torch.int64, device=device)

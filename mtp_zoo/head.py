@@ -331,11 +331,12 @@ class DraftHead(nn.Module):
         *,
         cache: Any,
         depth: int = 1,
-        mask: Bool[Tensor, "batch 1 seq entries"] | None = None,
+        mask: Bool[Tensor, "masked 1 seq entries"] | None = None,
     ) -> DepthState:
         """Feed tokens behind those in a KV cache (a transformers `Cache`), as a server does while it drafts.
 
-        `mask` says which entries, the new ones included, each token sees; None: all up to its own.
+        `mask` says which entries, the new ones included, each token sees, for every row or (`masked` = 1) for all; None: all up
+        to its own.
 
         Raises:
             ContextLimitError: without a mask, where the cache then holds more tokens than the context for which the block's
