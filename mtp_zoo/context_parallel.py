@@ -24,6 +24,7 @@ from mtp_zoo.context_layout import Layout, gather_order, pick
 from mtp_zoo.errors import ParallelError
 from mtp_zoo.host_copies import moved
 from mtp_zoo.loss_plan import DepthSlots
+from mtp_zoo.targets import tap_of, with_tap
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class ShardedBatch(TokenBatch):
                 f"{list(whole.shape)}.",
                 remedy="Pass the tensor of the whole batch, as it was split.",
             )
-        return pick(whole, self.slot_ids)
+        return with_tap(pick(whole, self.slot_ids), tap_of(whole))
 
     def reassemble(self, parts: Sequence[Shaped[Tensor, "batch seq *rest"]]) -> Shaped[Tensor, "batch whole *rest"]:
         """The whole tensor from the parts of all ranks, rank 0 first: the inverse of `take`.

@@ -39,6 +39,8 @@ from mtp_zoo.loss_plan import DepthPlan, LossPlan
 from mtp_zoo.losses import Comparison, Mix, parse_losses
 from mtp_zoo.rollout import Rollout
 from mtp_zoo.stats import MTPStats, all_reduce, gather_stats
+from mtp_zoo.targets import check_tap
+from mtp_zoo.unused_parameters import unused_parameters, with_zero_gradients
 
 Reduction: TypeAlias = Literal["global", "main_tokens", "micro_batch"]
 """What a depth's sum is divided by: its own slots in the step, the target's next-token slots in the step (as some
@@ -92,7 +94,8 @@ class MTPObjective(nn.Module):
 
     Args:
         head: an attached head.
-        depths: how many depths to unroll; a recycled head is drafted with as many steps as it was trained for.
+        depths: how many depths to unroll; a recycled head is drafted with as many steps as it was trained for. Of a head with
+            more depths of its own the others get gradients of exactly zero, so that data parallelism does not wait for them.
         loss: "kl" (towards the target's own distribution), "ce" (towards the text), "reverse_kl", "tv", "lk", a mix
             {"kl": .9, "ce": .1}, or a sequence of these, one a depth; see `mtp_zoo.losses`.
         beta: depth weights beta^(k-1), normalised.
@@ -180,7 +183,11 @@ class MTPObjective(nn.Module):
             tokens: the batch.
             hidden: target states at the family's tap (`target_states`, or a joint forward pass).
             step_counts: denominators of the whole step, from `step_counts`; None makes this batch the step.
+
+        Raises:
+            ObjectiveError: `target_states` took the states at another tap, or `step_counts` are of other depths.
         """
+        check_tap(hidden, self.head.spec)
         hidden = hidden.detach() if "backbone" in self.detach else hidden
         states = self.head(
             tokens,
@@ -209,6 +216,7 @@ class MTPObjective(nn.Module):
             comparison=self.comparison,
             chunk_size=self.chunk_size,
         )
+        loss = with_zero_gradients(loss, [*unused_parameters(self.head, self.depths)])
         return MTPOutput(loss, gather_stats(plan, tokens.input_ids.numel(), parts))
 
     def _rows(self, k: int, state: DepthState, plan: DepthPlan, scale: Tensor) -> DepthRows:

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from mtp_zoo.batch import PADDING, TokenBatch
 from mtp_zoo.corrections import corrected
-from mtp_zoo.errors import FamilyDefinitionError
+from mtp_zoo.errors import FamilyDefinitionError, ObjectiveError
 from mtp_zoo.shared import language_model
 from mtp_zoo.spec import HeadSpec
+
+TAP = "mtp_zoo_tap"
+"""Attribute of a tensor that says at which tap its states were taken."""
 
 
 @torch.no_grad()
 def target_states(target: Any, tokens: TokenBatch, spec: HeadSpec) -> Float[Tensor, "batch seq hidden"]:
-    """The target's state of every token, under the family's tap; zero on padding.
+    """The target's state of every token, under the family's tap; zero on padding. The result remembers its tap.
 
     Rows of one document without padding in front go through the target as they are. Others are taken apart and every
     document runs alone, from its own position 0: attention masks do not isolate the recurrent layers of hybrid targets,
@@ -41,7 +44,32 @@ def target_states(target: Any, tokens: TokenBatch, spec: HeadSpec) -> Float[Tens
         )
     model = language_model(target)
     with corrected(target), norm_switched_off(model) if spec.hidden_tap == "pre_norm" else nullcontext():
-        return _states(model, tokens)
+        return with_tap(_states(model, tokens), spec.hidden_tap)
+
+
+def with_tap(states: Tensor, tap: str | None) -> Tensor:
+    """Note on a tensor at which tap its states were taken; what is computed from it carries no note."""
+    setattr(states, TAP, tap)
+    return states
+
+
+def tap_of(states: Tensor) -> str | None:
+    """The tap at which states were taken, or None where nothing says so."""
+    return getattr(states, TAP, None)
+
+
+def check_tap(states: Tensor, spec: HeadSpec) -> None:
+    """Refuse states that were taken at another tap than the head reads; those without a note pass.
+
+    Raises:
+        ObjectiveError: the taps differ.
+    """
+    if torch.compiler.is_compiling() or tap_of(states) in {None, spec.hidden_tap}:
+        return
+    raise ObjectiveError(
+        f"Computing the loss: expected target states at the head's tap '{spec.hidden_tap}', got states at '{tap_of(states)}'.",
+        remedy="Compute them with target_states(target, tokens, head.spec).",
+    )
 
 
 @contextmanager

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from mtp_zoo.batch import PADDING, TokenBatch
-from mtp_zoo.errors import FamilyDefinitionError
-from mtp_zoo.targets import target_states
+from mtp_zoo.context_parallel import split
+from mtp_zoo.errors import FamilyDefinitionError, ObjectiveError
+from mtp_zoo.objective import MTPObjective
+from mtp_zoo.targets import tap_of, target_states
 from tests.heads import VOCAB, tiny_head, tiny_target
 
 FP32 = 2e-5
@@ -90,3 +92,20 @@ def test_several_residual_streams_are_refused() -> None:
     spec = dataclasses.replace(tiny_head().spec, hidden_tap="streams")
     with pytest.raises(FamilyDefinitionError, match="residual streams"):
         target_states(tiny_target(), TokenBatch.all_tokens(torch.tensor([[1, 2]])), spec)
+
+
+def test_states_of_another_tap_are_refused_by_the_objective() -> None:
+    target, head = tiny_target(), tiny_head()
+    tokens = TokenBatch.all_tokens(torch.tensor([ids(9)]))
+    objective = MTPObjective(head, depths=2)
+    other = target_states(target, tokens, dataclasses.replace(head.spec, hidden_tap="pre_norm"))
+    with pytest.raises(ObjectiveError, match="at the head's tap 'post_norm', got states at 'pre_norm'"):
+        objective(tokens, other)
+    objective(tokens, target_states(target, tokens, head.spec))
+    objective(tokens, other.clone())  # nothing says where a plain tensor comes from
+
+
+def test_a_part_of_a_split_batch_remembers_the_tap() -> None:
+    tokens = TokenBatch.all_tokens(torch.tensor([ids(8)]))
+    states = target_states(tiny_target(), tokens, dataclasses.replace(tiny_head().spec, hidden_tap="pre_norm"))
+    assert tap_of(split(tokens, 1, 0, 2).take(states)) == "pre_norm"

@@ -18,10 +18,3 @@ def make_objective(head: DraftHead, config: ObjectiveConfig) -> MTPObjective:
         rollout=config.rollout,
         chunk_size=config.chunk_size,
     )
-
-
-def freeze_unused(head: DraftHead, depths: int) -> None:
-    """Freeze what depths behind `depths` have to themselves: no loss reaches it, and data parallelism would wait for it."""
-    for name, parameter in head.named_parameters():
-        if int(name.split(".")[1]) >= depths:
-            parameter.requires_grad_(False)

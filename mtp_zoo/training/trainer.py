@@ -42,11 +42,12 @@ from mtp_zoo.training.config import TrainConfig
 from mtp_zoo.training.curves import EVAL, training_report
 from mtp_zoo.training.data import load_rows
 from mtp_zoo.training.launch import make_accelerator, require_trackers
-from mtp_zoo.training.loss import freeze_unused, make_objective
+from mtp_zoo.training.loss import make_objective
 from mtp_zoo.training.optimizer import learning_rate, make_optimizer
 from mtp_zoo.training.result import TrainResult
 from mtp_zoo.training.rundir import RunDirectory, digest
 from mtp_zoo.training.target import check_vocabulary, load_target, load_tokenizer
+from mtp_zoo.unused_parameters import freeze_unused
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PROJECT = "mtp-zoo"
