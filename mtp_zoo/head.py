@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 
+from mtp_zoo.arguments import DEVICE, checked, instance, optional, whole
 from mtp_zoo.batch import TokenBatch
 from mtp_zoo.blocks import BlockFactory
 from mtp_zoo.chain_attention import register_attention
@@ -38,6 +39,7 @@ from mtp_zoo.errors import (
 )
 from mtp_zoo.groups import GROUPS, Group, group_of
 from mtp_zoo.modelconfig import ModelConfig
+from mtp_zoo.registry import Family
 from mtp_zoo.rollout import Rollout, default_rollout, run_rollout
 from mtp_zoo.shared import SharedTensors
 from mtp_zoo.site import HeadSite
@@ -45,7 +47,6 @@ from mtp_zoo.spec import DepthPolicy, Engine, HeadSpec
 
 if TYPE_CHECKING:
     from mtp_zoo.load_report import LoadReport, Origin
-    from mtp_zoo.registry import Family
 
 
 class DraftDepth(nn.Module):
@@ -92,6 +93,15 @@ class DraftHead(nn.Module):
     report: LoadReport
     origin: Origin
 
+    @checked(
+        "Making a draft head",
+        error=FamilyDefinitionError,
+        family=instance("a Family", Family),
+        config=instance("a ModelConfig", ModelConfig),
+        depths=whole(least=1),
+        first_layer=whole(least=0),
+        device=optional(DEVICE),
+    )
     def __init__(
         self,
         family: Family,

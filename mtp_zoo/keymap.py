@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from mtp_zoo.arguments import LIST, MAPPING, TEXT, check_fields, whole
 from mtp_zoo.errors import FamilyDefinitionError, HeadMismatchError
 from mtp_zoo.rules import Binding, Move, Rename, Rule, Shape, Skip, Split, Stack, claims, expand, pattern
 
@@ -114,6 +115,15 @@ class KeyMap:
     _choices: Mapping[str, tuple[Binding, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_fields(
+            self,
+            FamilyDefinitionError,
+            rules=LIST,
+            head_shapes=MAPPING,
+            depths=whole(least=1),
+            first_layer=whole(least=0),
+            family=TEXT,
+        )
         bindings: list[Binding] = []
         for depth in range(self.depths):
             for rule in self.rules:

@@ -21,10 +21,12 @@ from mtp_zoo.arguments import (
     LIST,
     checked,
     having,
+    instance,
     is_number,
     number,
     one_of,
     optional,
+    problems_of,
     refuse,
     shown,
     some_of,
@@ -72,8 +74,15 @@ class MTPOutput:
         return self.stats.metrics()
 
 
+BATCH = instance("only TokenBatch", TokenBatch)
+
+
 @checked(
-    "Counting the slots of a step", error=ObjectiveError, depths=whole(least=1), reduction=one_of(*get_args(Reduction))
+    "Counting the slots of a step",
+    error=ObjectiveError,
+    batches=instance("an iterable of TokenBatch", Iterable),
+    depths=whole(least=1),
+    reduction=one_of(*get_args(Reduction)),
 )
 def step_counts(
     batches: Iterable[TokenBatch], depths: int, *, reduction: Reduction = "global"
@@ -85,6 +94,7 @@ def step_counts(
     """
     total, device = torch.zeros(depths), torch.device("cpu")
     for tokens in batches:
+        refuse("Counting the slots of a step", problems_of({"batches": tokens}, {"batches": BATCH}), ObjectiveError)
         total, device = total + _counts(tokens, depths, reduction), tokens.input_ids.device
     return all_reduce(to_device(total, device))
 

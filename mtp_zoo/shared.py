@@ -16,7 +16,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mtp_zoo.arguments import DEVICE, FLOAT_DTYPE, PATH, TEXT, checked, either, instance, optional, refuse, shown
+from mtp_zoo.arguments import (
+    DEVICE,
+    FLOAT_DTYPE,
+    PATH,
+    TEXT,
+    checked,
+    either,
+    instance,
+    optional,
+    problems_of,
+    refuse,
+    shown,
+)
 from mtp_zoo.checkpoint import CheckpointIndex, TensorReader
 from mtp_zoo.errors import ParallelError, SharedTensorError
 from mtp_zoo.logits import PLAIN, LogitRule
@@ -49,7 +61,7 @@ class SharedTensors:
         final_norm: nn.Module | None = None,
         rule: LogitRule = PLAIN,
     ) -> None:
-        _refuse_unusable(embedding, lm_head)
+        _refuse_unusable(embedding, lm_head, final_norm, rule)
         self.embedding = embedding
         self.lm_head = lm_head
         self.final_norm = final_norm
@@ -119,9 +131,10 @@ class SharedTensors:
         return self.rule.apply_(states.to(weight.dtype) @ self.rule.entries(weight).T)
 
 
-def _refuse_unusable(embedding: Any, lm_head: Any) -> None:
+def _refuse_unusable(embedding: Any, lm_head: Any, final_norm: Any, rule: Any) -> None:
     """Refuse modules that compute something other than a look-up in, or a product with, a float matrix."""
-    problems: list[str] = []
+    kinds = {"final_norm": optional(instance("a module", nn.Module)), "rule": instance("a LogitRule", LogitRule)}
+    problems = problems_of({"final_norm": final_norm, "rule": rule}, kinds)
     for role, module in (("embedding", embedding), ("lm_head", lm_head)):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.ndim != 2:

@@ -110,7 +110,9 @@ CALLS: dict[str, Call] = {
             "agreement": ("true",),
         },
     ),
-    "step_counts": Call(mz.step_counts, lambda w: {"batches": [w.tokens], "depths": 2}, {"batches": ("empty list",)}),
+    "step_counts": Call(
+        mz.step_counts, lambda w: {"batches": [w.tokens], "depths": 2}, {"batches": ("empty list", "blank")}
+    ),
     "load_head": Call(
         mz.load_head,
         lambda w: {"source": w.root},
