@@ -141,6 +141,8 @@ class ConformanceCase:
         inventories: folders of published inventories (under MTP_ZOO_INVENTORIES) that the key map must claim whole.
         mtp_model: config fields that transformers' `MtpModel` asks for and published configs lack; None where it does not
             know the family.
+        tap: where engines take the state that they hand to the head, in front of the target's final norm or behind it; written
+            by hand, so that what the library says is judged.
         output_projections: canonical names (behind `depths.0.block.`) of the matrices that, set to zero, leave the block's
             input as it is; and the same names in the target's layers. They build a head whose every draft is right.
     """
@@ -156,6 +158,7 @@ class ConformanceCase:
     flips: tuple[Flip, ...]
     output_projections: tuple[str, ...]
     inventories: tuple[str, ...] = ()
+    tap: Literal["pre_norm", "post_norm"] = "post_norm"
     mtp_model: Mapping[str, Any] | None = None
     finish: Finish = in_bf16
 

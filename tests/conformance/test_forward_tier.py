@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from mtp_zoo_conformance import compare
+from mtp_zoo_conformance.case import TAP
 from mtp_zoo_conformance.flips import CONVENTIONS, Flip
 from mtp_zoo_conformance.ours import load
 from mtp_zoo_conformance.prepared import Prepared
+from mtp_zoo_conformance.tiers.forward import judge
 from mtp_zoo_conformance.tiers.judged import Judge, judge_flips, judge_outputs, our_outputs
 
 PLAIN = Judge("reference", "0", "forward")
@@ -70,6 +72,13 @@ def test_the_flips_of_a_case_are_all_reported(prepared: Prepared, reference_outp
         *(flip.name for flip in prepared.case.flips),
     }
     assert all(result.caught for result in results)
+
+
+def test_the_tier_judges_the_tap_and_catches_another_one(prepared: Prepared) -> None:
+    cells, flips = judge(prepared)
+    assert [cell.verdict for cell in cells if cell.stage == TAP] == ["pass"]
+    (flip,) = (result for result in flips if result.flip == "hidden_tap")
+    assert flip.caught
 
 
 def test_a_flip_that_changes_nothing_is_not_reported_as_caught(

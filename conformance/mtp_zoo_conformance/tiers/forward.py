@@ -13,6 +13,9 @@ from torch import Tensor
 from transformers import modeling_layers
 
 from mtp_zoo.corrections import LATENT_NORMS
+from mtp_zoo.shared import language_model
+from mtp_zoo.training.target import load_target
+from mtp_zoo_conformance.case import TAP
 from mtp_zoo_conformance.inputs import Requests
 from mtp_zoo_conformance.prepared import Prepared
 from mtp_zoo_conformance.record import Cell, FlipResult
@@ -31,6 +34,7 @@ def judge(prepared: Prepared) -> tuple[list[Cell], list[FlipResult]]:
     theirs = prepared.case.reference(
         load_file(prepared.checkpoint / "model.safetensors"), prepared.variant.text_config, prepared.requests
     )
+    theirs = {**theirs, TAP: target_tap(prepared.checkpoint, prepared.case.tap, prepared.requests)}
     cells, flips = judged(prepared, plain, theirs)
     return [*cells, *_transformers(prepared)], flips
 
@@ -44,6 +48,17 @@ def _transformers(prepared: Prepared) -> list[Cell]:
         return [judge.cell(prepared, "all", "not_judged", "this transformers release has no MtpModel", expected=True)]
     theirs = mtp_model_outputs(prepared.checkpoint, settings, prepared.requests)
     return judge_outputs(prepared, judge, theirs)
+
+
+@torch.no_grad()
+def target_tap(checkpoint: Path, tap: str, requests: Requests) -> Tensor:
+    """[slots, hidden]: what transformers' own target has behind its final norm, or in front of it, request by request."""
+    decoder = language_model(load_target(checkpoint, dtype=torch.float32))
+    seen: list[tuple[Tensor, Tensor]] = []
+    with decoder.norm.register_forward_hook(lambda _module, inputs, output: seen.append((inputs[0], output))):
+        for span in requests.spans:
+            decoder(input_ids=requests.target_ids[None, span], use_cache=False)
+    return torch.cat([states[tap == "post_norm"][0] for states in seen]).float()
 
 
 @torch.no_grad()
