@@ -124,3 +124,14 @@ def test_whole_numbers_on_a_device_come_in_one_copy(monkeypatch: pytest.MonkeyPa
     assert found["mask"] is not None
     assert found["mask"].tolist() == [[6, 7, 8], [9, 10, 11]]
     assert found["none"] is None
+
+
+def test_a_batch_that_is_built_from_a_device_asks_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `attach` builds one in every call: ids, labels and mask of one row of four slots, the last padding."""
+    answers = iter([torch.tensor([5, 6, 7, 0, -100, 6, 7, -100, 1, 1, 1, 0])])
+    monkeypatch.setattr(Tensor, "cpu", lambda value: value if value.device.type == "cpu" else next(answers))
+    on_device = [torch.zeros(1, 4, dtype=torch.int64, device=UNREADABLE) for _ in range(3)]
+    tokens = TokenBatch.from_labels(*on_device)
+    assert tokens.input_ids.device.type == UNREADABLE
+    assert tokens.host.slots(1).labels.tolist() == [[7, -100, -100, -100]]
+    assert [each.known_rows for each in tokens.plan(2).depths] == [[0], []]
