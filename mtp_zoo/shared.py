@@ -6,6 +6,7 @@ cast of the head, and unless it is asked for they are cut from the graph: a head
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -62,14 +63,15 @@ class SharedTensors:
         rule: LogitRule = PLAIN,
     ) -> None:
         _refuse_unusable(embedding, lm_head, final_norm, rule)
-        self.embedding = embedding
-        self.lm_head = lm_head
+        self._modules = (embedding, lm_head)
+        self._target: weakref.ref[Any] | None = None
         self.final_norm = final_norm
         self.rule = rule
 
     @classmethod
     def of(cls, target: Any) -> SharedTensors:
-        """The shared tensors of a transformers model, by reference: a target that moves is followed.
+        """The shared tensors of a transformers model, by reference: a target that moves, or gets another embedding or lm_head
+        (`resize_token_embeddings`), is followed.
 
         Raises:
             SharedTensorError: the model has no input embedding or no output embedding.
@@ -82,7 +84,40 @@ class SharedTensors:
                 remedy="Load the target with its language-model head (AutoModelForCausalLM).",
             )
         decoder = language_model(target)
-        return cls(embedding, lm_head, getattr(decoder, "norm", None), LogitRule.of(decoder.config))
+        shared = cls(embedding, lm_head, getattr(decoder, "norm", None), LogitRule.of(decoder.config))
+        shared._target = weakref.ref(target)
+        return shared
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The module that embeds tokens, as the target has it now.
+
+        Raises:
+            SharedTensorError: the target got one that can't be used since.
+        """
+        return self._current()[0]
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The module of the output projection, as the target has it now.
+
+        Raises:
+            SharedTensorError: the target got one that can't be used since.
+        """
+        return self._current()[1]
+
+    def _current(self) -> tuple[nn.Module, nn.Module]:
+        target = None if self._target is None else self._target()
+        if target is not None:
+            found = (target.get_input_embeddings(), target.get_output_embeddings())
+            if found != self._modules:
+                _refuse_unusable(*found, self.final_norm, self.rule)
+                self._modules = found
+        return self._modules
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle holds: the modules, and no tie to the target's other weights."""
+        return {**vars(self), "_target": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedTensors:
         """A copied head borrows from the same target."""

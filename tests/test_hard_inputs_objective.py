@@ -18,6 +18,7 @@ from mtp_zoo.batch import IGNORED, TokenBatch
 from mtp_zoo.errors import BatchError
 from mtp_zoo.head import DepthState, DraftHead
 from mtp_zoo.objective import MTPObjective, step_counts
+from mtp_zoo.shared import SharedTensors
 from tests.heads import HIDDEN, VOCAB, tiny_head
 
 _ = IGNORED
@@ -211,7 +212,8 @@ def test_the_isolated_loss_moves_neither_lm_head_nor_embedding(projection: str) 
     """https://github.com/THUDM/slime/pull/709"""
     head: DraftHead = tiny_head()
     if projection == "functional":
-        head.shared.lm_head = FunctionalProjection(head.shared.lm_head.weight.detach().clone())
+        weight = head.shared.lm_head.weight.detach().clone()
+        head.attach(SharedTensors(head.shared.embedding, FunctionalProjection(weight)))
     weights = [head.shared.embedding.weight, head.shared.lm_head.weight]
     tokens = prompted()
     hidden = states_of(tokens).requires_grad_()
