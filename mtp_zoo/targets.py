@@ -109,7 +109,7 @@ def _by_document(model: Any, tokens: TokenBatch) -> Tensor:
 
 def _document_spans(tokens: TokenBatch) -> list[tuple[int, int, int]]:
     """(row, start, stop) of every document without its padding, longest first."""
-    real = (tokens.doc_ids != PADDING).cpu()
+    real = tokens.host.doc_ids != PADDING
     spans = [
         (row, segment.start, segment.start + int(real[row, segment.start : segment.stop].sum()))
         for segment in tokens.segments

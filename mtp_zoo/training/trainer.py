@@ -254,7 +254,7 @@ class Trainer:
         return {"loss": sum(weight * metrics[f"mtp/loss_{depth}"] for depth, weight in weights), **metrics}
 
     def _total_tokens(self, batches: Sequence[TokenBatch]) -> int:
-        real = sum(int((tokens.doc_ids != PADDING).sum()) for tokens in batches)
+        real = sum(int((tokens.host.doc_ids != PADDING).sum()) for tokens in batches)
         total: Any = self.accelerator.reduce(torch.tensor(real, device=self.accelerator.device), reduction="sum")
         return int(total)
 
