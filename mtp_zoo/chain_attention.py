@@ -42,9 +42,17 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mtp_zoo.batch import Segment
 from mtp_zoo.blocks import ATTENTION
+from mtp_zoo.chain_function import ChainFunction
 from mtp_zoo.context_attention import ContextView, context_attention
+from mtp_zoo.document_groups import Group, Stretch, group_documents
+from mtp_zoo.errors import UnsupportedAttentionError
 from mtp_zoo.key_store import KeyStore
-from mtp_zoo.prefix_attention import no_keys, prefix_backward, prefix_forward, wide
+from mtp_zoo.prefix_attention import wide
+
+BOOKKEEPING = frozenset(
+    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "is_causal"}
+)
+"""Keywords of transformers' layers that change nothing in what is computed here; `is_causal` only where it is True."""
 
 
 class ChainState(KeyStore):
@@ -53,6 +61,13 @@ class ChainState(KeyStore):
     def __init__(self, segments: Sequence[Segment]) -> None:
         super().__init__()
         self.segments = segments
+        self._documents: list[Stretch | Group] | None = None
+
+    def documents(self, states: Tensor) -> Sequence[Stretch | Group]:
+        """Return how documents in [batch, heads, seq, width] are attended to; decided once a rollout."""
+        if self._documents is None:
+            self._documents = group_documents(self.segments, (states.shape[0], states.shape[2]), states.device)
+        return self._documents
 
     def at(self, step: int) -> ChainView:
         """The state as depth `step` (1-based) sees it."""
@@ -92,30 +107,82 @@ def chain_attention(
     scaling: float | None = None,
     mtp_chain: ChainView | ContextView | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [batch, heads, seq, head_dim], key and value with fewer heads under GQA.
 
     Without `mtp_chain` (drafting with a KV cache) this is transformers' own sdpa attention, under `cache_mask`; on a batch that
-    is cut along its slots it is `context_attention`.
+    is cut along its slots it is `context_attention`. `s_aux` [heads] are attention sinks: the logit of an outcome without a
+    value, in every softmax.
+
+    Raises:
+        UnsupportedAttentionError: the layer asks for something that would change the result and is not computed here.
     """
+    chained = mtp_chain is not None
+    _refuse_unsupported(module, attention_mask if chained else None, dropout, kwargs)
+    query, key, value = _in_one_dtype(query, key, value)
+    if isinstance(mtp_chain, ContextView):
+        options: dict[str, Any] = {"mtp_chain": mtp_chain, "sliding_window": sliding_window, "s_aux": s_aux}
+        return context_attention(module, query, key, value, None, 0.0, scaling, **options)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if mtp_chain is None:
         mask = cache_mask(attention_mask, query.shape[2], key.shape[2], sliding_window, query.device)
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
-    if isinstance(mtp_chain, ContextView):
-        kwargs = {"mtp_chain": mtp_chain, "sliding_window": sliding_window, **kwargs}
-        return context_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    groups = query.shape[1] // key.shape[1]
-    pairs = [
-        (_repeat_heads(k, groups), _repeat_heads(v, groups)) for k, v in mtp_chain.visible(module.layer_idx, key, value)
-    ]
-    own = pairs[mtp_chain.own(sliding_window)]
-    own_keys = torch.stack([k for k, _ in own]) if own else None
-    own_values = torch.stack([v for _, v in own]) if own else None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    reach = mtp_chain.reach(sliding_window)
-    out = _ChainFunction.apply(query, *pairs[0], own_keys, own_values, scale, mtp_chain.state.segments, reach)
+        if s_aux is None:
+            return sdpa_attention_forward(module, query, key, value, mask, 0.0, scale)
+        return _cached_with_sinks(query, key, value, mask, scale, s_aux).transpose(1, 2).contiguous(), None
+    pairs = mtp_chain.visible(module.layer_idx, key, value)
+    prefix, own = pairs[0], pairs[mtp_chain.own(sliding_window)]
+    documents, reach = mtp_chain.state.documents(query), mtp_chain.reach(sliding_window)
+    tensors = (each for pair in (prefix, *own) for each in pair)
+    out = ChainFunction.apply(query, s_aux, documents, scale, reach, *tensors)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unsupported(module: Any, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Refuse every keyword that is set and that no path here honours, by name."""
+    unset = (None, False)
+    named = [
+        name for name, value in kwargs.items() if name not in BOOKKEEPING and not any(value is each for each in unset)
+    ]
+    named += ["is_causal=False"] if kwargs.get("is_causal") is False else []
+    named += [f"dropout={dropout}"] if dropout else []
+    # A mask of one entry is what a sparse layer is handed so that it can cut its indexer's part out of it.
+    named += [f"attention_mask {list(mask.shape)}"] if mask is not None and mask.numel() != 1 else []
+    if named:
+        raise UnsupportedAttentionError(
+            f"Running the attention of {type(module).__name__}: the layer asks for something that the draft chain does not "
+            "compute.",
+            remedy="Set what the layer asks for to none in the head's config, or train this head with another attention.",
+            problems=named,
+        )
+
+
+def _in_one_dtype(*states: Tensor) -> tuple[Tensor, ...]:
+    """The states in the dtype of a matrix product here: that of the autocast context, else the widest of theirs.
+
+    Norms with FP32 weights hand out FP32 queries and keys beside half-precision values.
+    """
+    device = states[0].device.type
+    widest = torch.promote_types(torch.promote_types(states[0].dtype, states[1].dtype), states[2].dtype)
+    cast = torch.is_autocast_enabled(device) and widest != torch.float64
+    dtype = torch.get_autocast_dtype(device) if cast else widest
+    return tuple(each.to(dtype) for each in states)
+
+
+def _cached_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+) -> Tensor:
+    """Attention of the few queries of a draft step over a KV cache, with sinks; scores and weights in FP32."""
+    with torch.autocast(query.device.type, enabled=False):
+        groups = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+        scores = wide(query) @ wide(key).transpose(-1, -2) * scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        sink = wide(sinks)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+        return (weights @ wide(value)).to(query.dtype)
 
 
 def cache_mask(mask: Tensor | None, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -139,68 +206,3 @@ def cache_mask(mask: Tensor | None, queries: int, keys: int, window: int | None,
 def register_attention() -> None:
     """Make `mtp_chain` known to transformers; repeated calls change nothing."""
     AttentionInterface.register(ATTENTION, chain_attention)
-
-
-def _repeat_heads(states: Tensor, groups: int) -> Tensor:
-    return states if groups == 1 else states.repeat_interleave(groups, dim=1)
-
-
-class _ChainFunction(torch.autograd.Function):
-    """softmax([q K1^T | q.kd ..]) [V1; vd ..] with K1 causal inside each segment. own: [depths, B, H, S, D]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        own_keys: Tensor | None,
-        own_values: Tensor | None,
-        scale: float,
-        segments: Sequence[Segment],
-        reach: int | None,
-    ) -> Tensor:
-        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-        lse = no_keys(query)
-        for segment in segments:
-            here = _stretch(segment, query)
-            out[here], lse[here] = prefix_forward(query[here], key[here], value[here], scale, reach)
-        if own_keys is not None and own_values is not None:
-            scores = _own_scores(query, own_keys, scale)
-            merged = torch.logsumexp(torch.cat([lse[None], scores]), dim=0)
-            own = torch.einsum("nbhs,nbhsd->bhsd", (scores - merged).exp(), wide(own_values))
-            out, lse = (wide(out) * (lse - merged).exp()[..., None] + own).to(query.dtype), merged
-        ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse)
-        ctx.scale, ctx.segments, ctx.reach = scale, segments, reach
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, own_keys, own_values, out, lse = ctx.saved_tensors
-        grad = grads[0]
-        d_query, d_key, d_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for segment in ctx.segments:
-            here = _stretch(segment, query)
-            d_query[here], d_key[here], d_value[here] = prefix_backward(
-                grad[here], query[here], key[here], value[here], out[here], lse[here], ctx.scale, ctx.reach
-            )
-        if own_keys is None:
-            return d_query, d_key, d_value, None, None, None, None, None
-        g = wide(grad)
-        weights = (_own_scores(query, own_keys, ctx.scale) - lse).exp()
-        inner = torch.einsum("bhsd,nbhsd->nbhs", g, wide(own_values)) - (g * wide(out)).sum(-1)
-        d_scores = weights * inner * ctx.scale
-        d_query += torch.einsum("nbhs,nbhsd->bhsd", d_scores, wide(own_keys)).to(query.dtype)
-        d_own_keys = (d_scores[..., None] * wide(query)).to(own_keys.dtype)
-        d_own_values = (weights[..., None] * g).to(own_values.dtype)
-        return d_query, d_key, d_value, d_own_keys, d_own_values, None, None, None
-
-
-def _own_scores(query: Tensor, own_keys: Tensor, scale: float) -> Tensor:
-    return torch.einsum("bhsd,nbhsd->nbhs", wide(query), wide(own_keys)) * scale
-
-
-def _stretch(segment: Segment, like: Tensor) -> tuple[Any, ...]:
-    """Index of a segment in [batch, heads, seq, ...]; a plain slice where it spans all rows, so that nothing is copied."""
-    rows = slice(None) if len(segment.rows) == like.shape[0] else list(segment.rows)
-    return rows, slice(None), slice(segment.start, segment.stop)

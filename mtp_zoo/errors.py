@@ -24,6 +24,7 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     │   ├── HeadMismatchError             missing, unexpected or misshapen tensors; all in its .problems
     │   ├── ScaleMismatchError            quantised tensors and scales that do not belong together; all in its .problems
     │   ├── SharedTensorError             embedding, lm_head or final norm can't be had
+    │   ├── UnsupportedAttentionError     the block's attention asks for something that is not computed here
     │   ├── ContextLimitError             a sequence longer than the head's attention is exact for
     │   └── NotAttachedError              the head was run without the target's embedding and lm_head
     ├── BatchError                        a TokenBatch that breaks the mask contract
@@ -153,6 +154,10 @@ class ScaleMismatchError(HeadError):
 
 class SharedTensorError(HeadError):
     """The target's embedding, lm_head or final norm can't be had."""
+
+
+class UnsupportedAttentionError(HeadError):
+    """The attention of a head's block asks for something that the draft chain does not compute."""
 
 
 class ContextLimitError(HeadError):

@@ -5,11 +5,14 @@ exp(score - merged log-sum-exp), so a kernel's backward that is handed the merge
 gradients of its part; ring attention works the same way.
 
     device, dtype                                          kernel
-    CPU, equal widths of keys and values                   torch's flash attention for CPU
-    CUDA, FP16 or BF16, equal widths <= 256                torch's flash attention
+    CPU                                                    torch's flash attention for CPU, in FP32: in half precision its
+                                                           exponentials have 15 bits, and the log-sum-exp with them
+    CUDA, FP16 or BF16, widths <= 256                      torch's flash attention
     everything else, and every `reach` below the length    the blocks of this file, in plain torch
 
-None holds a [seq, seq] matrix, at any length. With a reach of R keys the blocks visit O(seq * (R + QUERY_BLOCK)) pairs.
+The flash kernels take keys and values of one width: the narrower is padded with zeros, which change no score and no sum
+(latent attention has narrower values than keys). No kernel holds a [seq, seq] matrix, at any length. With a reach of R keys
+the blocks visit O(seq * (R + QUERY_BLOCK)) pairs.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.functional import pad
 
 Kernel: TypeAlias = Literal["cpu_flash", "cuda_flash", "blocks"]
 
@@ -33,16 +37,27 @@ FLASH_ALIGNMENT = 8
 
 def choose_kernel(query: Tensor, key: Tensor, value: Tensor, reach: int | None = None) -> Kernel:
     """The fastest exact kernel for these tensors; see the table at the top of this file."""
-    banded = reach is not None and reach < query.shape[2]
-    if banded or query.shape[-1] != value.shape[-1]:
+    if reach is not None and reach < query.shape[2]:
         return "blocks"
     if query.device.type == "cpu":
         return "cpu_flash"
+    query, key, value = _one_width(query, key, value)
     # the last two arguments: causal, and no groups of query heads
-    aligned = query.shape[-1] % FLASH_ALIGNMENT == 0
-    if query.is_cuda and aligned and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, False)):
+    if query.is_cuda and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, False)):
         return "cuda_flash"
     return "blocks"
+
+
+def _one_width(*states: Tensor) -> tuple[Tensor, ...]:
+    """The same states, padded with zeros to the widest; on CUDA to a multiple of `FLASH_ALIGNMENT`."""
+    width = max(each.shape[-1] for each in states)
+    width += -width % FLASH_ALIGNMENT if states[0].is_cuda else 0
+    return tuple(each if each.shape[-1] == width else pad(each, (0, width - each.shape[-1])) for each in states)
+
+
+def _narrowed(states: Tensor, width: int) -> Tensor:
+    """The states without the entries that padded them."""
+    return states if states.shape[-1] == width else states[..., :width]
 
 
 def prefix_forward(
@@ -68,13 +83,17 @@ def prefix_forward(
     if reach is not None and reach < 1:
         return query.new_zeros(*query.shape[:-1], value.shape[-1]), no_keys(query)
     kernel = choose_kernel(query, key, value, reach)
+    if kernel == "blocks":
+        return _blocks_forward(query, key, value, scale, reach)
+    width, dtype = value.shape[-1], query.dtype
+    query, key, value = _one_width(query, key, value)
     if kernel == "cpu_flash":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(query, key, value, 0.0, True, scale=scale)
-    if kernel == "cuda_flash":
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scale)
-        return out, lse
-    return _blocks_forward(query, key, value, scale, reach)
+        query, key, value = wide(query), wide(key), wide(value)
+    else:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse, *_ = flash(query, key, value, 0.0, True, scale=scale)
+    return _narrowed(out, width).to(dtype), lse
 
 
 def prefix_backward(
@@ -93,11 +112,18 @@ def prefix_backward(
     kernel = choose_kernel(query, key, value, reach)
     if kernel == "blocks":
         return _blocks_backward(grad, query, key, value, out, lse, scale, reach)
+    widths = [each.shape[-1] for each in (query, key, value)]
+    dtype = query.dtype
+    grad, query, key, value, out = _one_width(grad, query, key, value, out)
     grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
     if kernel == "cpu_flash":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return flash(grad, query, key, value, out, lse, 0.0, True, scale=scale)
-    return _cuda_flash_backward(grad, query, key, value, out, lse, scale)
+        states = (wide(each) for each in (grad, query, key, value, out))
+        grads = flash(*states, lse, 0.0, True, scale=scale)
+    else:
+        grads = _cuda_flash_backward(grad, query, key, value, out, lse, scale)
+    d_query, d_key, d_value = (_narrowed(each, width).to(dtype) for each, width in zip(grads, widths, strict=True))
+    return d_query, d_key, d_value
 
 
 def _cuda_flash_backward(

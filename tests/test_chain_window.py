@@ -12,7 +12,9 @@ from torch import Tensor
 from mtp_zoo import prefix_attention
 from mtp_zoo.batch import TokenBatch
 from mtp_zoo.blocks import BlockSource
-from mtp_zoo.chain_attention import ChainState, ChainView, _ChainFunction, cache_mask
+from mtp_zoo.chain_attention import ChainState, ChainView, cache_mask
+from mtp_zoo.chain_function import ChainFunction
+from mtp_zoo.document_groups import group_documents
 from mtp_zoo.head import DepthState, DraftHead
 from tests.dense_chain import dense_chain
 from tests.drafting import drafting_loop, entered, packed_batch, random_hidden, stacked
@@ -108,8 +110,11 @@ def test_the_gradient_of_the_merged_attention_passes_gradcheck(
     monkeypatch.setattr(prefix_attention, "QUERY_BLOCK", 2)
     tokens = TokenBatch.from_rows([[([1, 2, 3], [True] * 3), ([4, 5], [True] * 2)]])
     prefix = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    own = [torch.randn(2, 1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    assert torch.autograd.gradcheck(lambda *t: _ChainFunction.apply(*t, 0.3, tokens.segments, reach), (*prefix, *own))
+    own = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    documents = group_documents(tokens.segments, (1, 5), torch.device("cpu"))
+    assert torch.autograd.gradcheck(
+        lambda query, *rest: ChainFunction.apply(query, None, documents, 0.3, reach, *rest), (*prefix, *own)
+    )
 
 
 @pytest.mark.parametrize(
