@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mtp_zoo.arguments import DEVICE, checked, instance, optional, whole
 from mtp_zoo.batch import TokenBatch
-from mtp_zoo.blocks import BlockFactory
 from mtp_zoo.chain_attention import register_attention
+from mtp_zoo.draft_depth import DraftDepth
 from mtp_zoo.draft_module import DepthState, DraftModule
 from mtp_zoo.errors import (
     ContextLimitError,
@@ -43,35 +43,10 @@ from mtp_zoo.registry import Family
 from mtp_zoo.rollout import Rollout, default_rollout, run_rollout
 from mtp_zoo.shared import SharedTensors
 from mtp_zoo.site import HeadSite
-from mtp_zoo.spec import DepthPolicy, Engine, HeadSpec
+from mtp_zoo.spec import DepthPolicy, Engine
 
 if TYPE_CHECKING:
     from mtp_zoo.load_report import LoadReport, Origin
-
-
-class DraftDepth(nn.Module):
-    """Fusion, block and output norm of one depth, and its lm_head where the family has one a depth."""
-
-    def __init__(self, spec: HeadSpec, factory: BlockFactory, parts: dict[str, nn.Module]) -> None:
-        super().__init__()
-        hidden = factory.config.hidden_size
-        self.enorm = factory.norm()
-        self.hnorm = factory.norm()
-        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
-        self.block = factory.layer()
-        self.norm = factory.norm()
-        if spec.private_head == "kept":
-            self.lm_head = nn.Linear(hidden, factory.config.vocab_size, bias=False)
-        for name, module in parts.items():
-            # A part of depth 0 is used here and stored there: past nn.Module, so that it is registered once.
-            delattr(self, name)
-            object.__setattr__(self, name, module)
-        self.embedding_first = spec.fuse_order == "embed_hidden"
-
-    def fuse(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """[.., hidden] from the normed embedding and the normed state, in the family's order."""
-        pair = (self.enorm(embeddings), self.hnorm(hidden))
-        return self.eh_proj(torch.cat(pair if self.embedding_first else pair[::-1], dim=-1))
 
 
 class DraftHead(nn.Module):

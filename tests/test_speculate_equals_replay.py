@@ -140,7 +140,7 @@ def train_partly(target: Any, head: DraftHead) -> None:
     target.config.use_cache = False
     head.train()
     head.depths[0].norm.eval()
-    for module in target.modules():
+    for module in (*target.modules(), *head.modules()):
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5
 

@@ -50,10 +50,11 @@ class Case:
     checkpointing: bool = False
     loss: Any = "kl"
     train_only: tuple[str, ...] = field(default=())
+    spec: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def head(self) -> DraftHead:
         torch.manual_seed(3)
-        head = tiny_head(depths=self.depths) if self.family is None else new_head(self.family)
+        head = tiny_head(depths=self.depths, spec=self.spec) if self.family is None else new_head(self.family)
         if self.train_only:
             head.train_only(self.train_only)
         if self.checkpointing:
@@ -77,6 +78,7 @@ CASES = {
     "accumulated": Case([[[FEW], [SHORT]], [[row(40, 12, seed=3)], [MANY]]]),
     "accumulated, distinct depths": Case([[[FEW], [SHORT]], [[row(40, 12, seed=3)], [MANY]]], depths=3),
     "attention only": Case(UNEVEN, train_only=("attention", "norms")),
+    "own lm_heads": Case(UNEVEN, depths=2, spec={"private_head": "kept"}),
     "experts": Case([[[row(24)]], [[row(9, 30, seed=1)]]], family="qwen3_5_moe"),
     "latent attention and experts": Case([[[row(24)]], [[row(9, 30, seed=1)]]], family="deepseek_v3"),
 }
