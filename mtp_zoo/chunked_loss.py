@@ -108,17 +108,33 @@ def chunked_loss(
         run.compute(chunk_size, differentiate, [differentiate and weight.requires_grad for weight in weights])
         total = torch.stack([loss.values.sum() * d.scale for loss, d in zip(run.losses, depths, strict=True)]).sum()
     if differentiate:
-        total = cast("Tensor", _Known.apply(total, [*run.weight_grads, *run.grads], *weights, *states))
+        units = [_power_of_two(depth.scale) for depth in depths]
+        total = cast("Tensor", _Known.apply(total, [*run.weight_grads, *run.grads], units, *weights, *states))
     return total, run.losses
 
 
+def _power_of_two(scale: Tensor) -> Tensor:
+    """The power of two next to a scale; multiplying by it rounds nothing."""
+    return torch.exp2(scale.clamp(min=torch.finfo(scale.dtype).tiny).log2().round())
+
+
 class _Known(torch.autograd.Function):
-    """A loss whose gradients are known already."""
+    """A loss whose gradients are known already.
+
+    A gradient that holds 1 / N of a large step is below what FP16 can hold until a loss scale has multiplied it. So the
+    gradients on states are kept in units of a power of two near 1 / N, those on projections in FP32, and both meet the
+    factor from outside in FP32 before they are rounded.
+    """
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, grads: list[Tensor | None], *inputs: Tensor) -> Tensor:
-        kept = [None if grad is None else grad.to(one.dtype) for grad, one in zip(grads, inputs, strict=True)]
-        ctx.save_for_backward(*kept)
+    def forward(ctx: Any, total: Tensor, grads: list[Tensor | None], units: list[Tensor], *inputs: Tensor) -> Tensor:
+        weights, states = grads[: len(grads) - len(units)], inputs[len(inputs) - len(units) :]
+        kept = [
+            (cast("Tensor", grad) / unit).to(state.dtype)
+            for grad, unit, state in zip(grads[len(weights) :], units, states, strict=True)
+        ]
+        ctx.dtypes = [each.dtype for each in inputs]
+        ctx.save_for_backward(*units, *weights, *kept)
         return total.clone()
 
     @staticmethod
@@ -126,9 +142,14 @@ class _Known(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *outer: Tensor
     ) -> tuple[Tensor | None, ...]:
-        factor = outer[0]
-        scaled = [None if grad is None else grad * factor.to(grad.dtype) for grad in ctx.saved_tensors]
-        return None, None, *scaled
+        factor, count = outer[0], len(ctx.saved_tensors) - len(ctx.dtypes)
+        units, grads = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        factors = [*[factor] * (len(grads) - count), *(unit * factor for unit in units)]
+        scaled = [
+            None if grad is None else (grad.to(compute_dtype(grad)) * one).to(dtype)
+            for grad, one, dtype in zip(grads, factors, ctx.dtypes, strict=True)
+        ]
+        return None, None, None, *scaled
 
 
 def _autocast(weight: Tensor) -> Tensor:

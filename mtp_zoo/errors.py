@@ -25,6 +25,7 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     │   ├── ScaleMismatchError            quantised tensors and scales that do not belong together; all in its .problems
     │   ├── SharedTensorError             embedding, lm_head or final norm can't be had
     │   ├── UnsupportedAttentionError     the block's attention asks for something that is not computed here
+    │   ├── PrecisionError                half-precision parameters under autocast to the other half precision
     │   ├── ContextLimitError             a sequence longer than the head's attention is exact for
     │   └── NotAttachedError              the head was run without the target's embedding and lm_head
     ├── BatchError                        a TokenBatch that breaks the mask contract
@@ -158,6 +159,10 @@ class SharedTensorError(HeadError):
 
 class UnsupportedAttentionError(HeadError):
     """The attention of a head's block asks for something that the draft chain does not compute."""
+
+
+class PrecisionError(HeadError):
+    """Half-precision parameters run under autocast to the other half precision."""
 
 
 class ContextLimitError(HeadError):

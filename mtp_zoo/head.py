@@ -34,6 +34,7 @@ from mtp_zoo.errors import (
     ContextLimitError,
     FamilyDefinitionError,
     NotAttachedError,
+    PrecisionError,
     SettingsError,
     SharedTensorError,
 )
@@ -238,6 +239,7 @@ class DraftHead(nn.Module):
         module = self.depths[(depth - 1) % self.num_depths]
         assert isinstance(module, DraftDepth)
         like = next(module.eh_proj.parameters())
+        _refuse_two_halves(like)
         arguments = (module, embeddings.to(like.dtype), hidden.to(like.dtype), position_ids)
         if self._checkpointing and torch.is_grad_enabled():
             # Only the non-reentrant kind sees the gradients of keys and values that leave through the attention's state.
@@ -336,3 +338,15 @@ class DraftHead(nn.Module):
 
 
 __all__ = ["DepthState", "DraftDepth", "DraftHead", "DraftModule"]
+
+
+def _refuse_two_halves(parameter: Tensor) -> None:
+    device, halves = parameter.device.type, {torch.bfloat16, torch.float16}
+    if not torch.is_autocast_enabled(device):
+        return
+    wanted = torch.get_autocast_dtype(device)
+    if {parameter.dtype, wanted} == halves:
+        raise PrecisionError(
+            f"Running a head: its parameters are {parameter.dtype}, under autocast to {wanted}.",
+            remedy="Keep the head in FP32 (head.float()), or use autocast to the head's own dtype.",
+        )
