@@ -12,6 +12,7 @@ from torch import Tensor
 
 import mtp_zoo as mz
 from mtp_zoo.acceptance import speculate
+from mtp_zoo.corrections import corrected
 from mtp_zoo.head import DraftHead
 from mtp_zoo.loader import load_head
 from mtp_zoo.modelconfig import ModelConfig
@@ -90,7 +91,8 @@ def test_states_behind_the_final_norm_are_not_normed_by_it_again(family: str) ->
     tokens = mz.TokenBatch.all_tokens(torch.randint(512, (1, 9)))
     head = head_of(family).attach(target)
     states = mz.target_states(target, tokens, head.spec)
-    last = target.model(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
+    with corrected(target):
+        last = target.model(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
     assert torch.equal(states, last)
     entering: list[Tensor] = []
     head.get_submodule("depths.0.hnorm").register_forward_pre_hook(lambda _, inputs: entering.append(inputs[0]))

@@ -126,8 +126,8 @@ def test_a_drafts_margin_is_that_of_the_step_it_was_drafted_in(trained: Library)
     seen: list[int] = []
     logits = trained.head.shared.logits
 
-    def watched(states: torch.Tensor) -> torch.Tensor:
-        found = logits(states)
+    def watched(states: torch.Tensor, projection: torch.Tensor | None) -> torch.Tensor:
+        found = logits(states, projection)
         seen.append(int(found.argmax()))
         return found
 

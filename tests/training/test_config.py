@@ -40,7 +40,7 @@ def test_the_smallest_configuration_gets_documented_defaults() -> None:
     assert (config.objective.depths, config.objective.loss, config.precision) == (3, "kl", "bf16")
     assert config.objective.beta is None
     assert config.data.pack
-    assert config.trainable == ["fusion", "attention", "mlp", "experts", "router", "norms"]
+    assert config.trainable == ["fusion", "attention", "mlp", "experts", "router", "norms", "lm_head"]
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_the_smallest_configuration_gets_documented_defaults() -> None:
         ),
         (
             {"trainable": ["fusions"]},
-            "trainable.0: expected 'fusion', 'attention', 'mlp', 'experts', 'router' or 'norms', got 'f",
+            "trainable.0: expected 'fusion', 'attention', 'mlp', 'experts', 'router', 'norms' or 'lm_head', got 'f",
         ),
         (
             {"trainable": []},
-            "trainable: expected at least one of fusion, attention, mlp, experts, router, norms, got none",
+            "trainable: expected at least one of fusion, attention, mlp, experts, router, norms, lm_head, got none",
         ),
         ({"objective__weights": [1, 1]}, "objective.weights: expected one weight for each of 3 depths, got 2"),
         ({"objective__weights": [0, 0, 0]}, "objective.weights: expected a weight above 0, got none"),
