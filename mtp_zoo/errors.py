@@ -31,6 +31,7 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     ├── BatchError                        a TokenBatch that breaks the mask contract
     ├── ObjectiveError                    an objective that can't be computed as asked
     ├── ParallelError                     a batch or a head that can't be cut over ranks as asked
+    │   └── RankError                     another rank failed or ended
     ├── AttachError                       a model and a head that can't be trained together as asked
     ├── AcceptanceError                   prompts or settings the draft/verify loop can't run
     ├── DataError
@@ -183,6 +184,10 @@ class ObjectiveError(MTPZooError):
 
 class ParallelError(MTPZooError):
     """A batch or a head that can't be cut over ranks, or used while it is cut, as asked."""
+
+
+class RankError(ParallelError):
+    """Another rank failed or ended; the message has its number and its error."""
 
 
 class AttachError(MTPZooError):

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtp_zoo.batch import TokenBatch
 from mtp_zoo.chain_attention import ChainState, chain_attention, register_attention
 from mtp_zoo.chain_function import ChainFunction
-from mtp_zoo.document_groups import Group, Stretch, group_documents
+from mtp_zoo.document_groups import Group, Stretch, _by_length, group_documents
 from mtp_zoo.errors import UnsupportedAttentionError
 
 CPU = torch.device("cpu")
@@ -63,24 +63,29 @@ def plain(query: Tensor, sinks: Tensor | None, doc_ids: Tensor, scale: float, pa
     return out
 
 
-def run(tokens: TokenBatch, query: Tensor, sinks: Tensor | None, *pairs: Tensor) -> Tensor:
-    return ChainFunction.apply(query, sinks, group_documents(tokens.segments, tokens.shape, CPU), 0.3, None, *pairs)
+def run(tokens: TokenBatch, query: Tensor, sinks: Tensor | None, *pairs: Tensor, views: bool = True) -> Tensor:
+    documents = group_documents(tokens.segments, tokens.shape, CPU) if views else padded_groups(tokens)
+    return ChainFunction.apply(query, sinks, documents, 0.3, None, *pairs)
 
 
+@pytest.mark.parametrize("views", [False, True], ids=["groups", "views"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("lengths", [(7,), (3, 2, 1, 1)], ids=["one document", "four"])
-def test_gradients_are_those_of_finite_differences(lengths: tuple[int, ...], sinks: bool) -> None:
+def test_gradients_are_those_of_finite_differences(lengths: tuple[int, ...], sinks: bool, views: bool) -> None:
     tokens = documents_of(*lengths)
     (query,) = tensors(1, 4, 7, 3, count=1, dtype=torch.float64, grad=True)
     pairs = tensors(1, 2, 7, 3, count=6, dtype=torch.float64, seed=1, grad=True)
     extra = tensors(4, count=1, dtype=torch.float64, seed=2, grad=True) if sinks else [None]
-    assert torch.autograd.gradcheck(lambda q, s, *rest: run(tokens, q, s, *rest), (query, *extra, *pairs))
+    assert torch.autograd.gradcheck(lambda q, s, *rest: run(tokens, q, s, *rest, views=views), (query, *extra, *pairs))
 
 
 @pytest.mark.parametrize("widths", [(8, 8), (12, 8), (8, 12)], ids=["equal", "latent", "wide values"])
 @pytest.mark.parametrize("own", [0, 2])
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-def test_the_chain_equals_one_softmax_over_all_keys(widths: tuple[int, int], own: int, sinks: bool) -> None:
+@pytest.mark.parametrize("views", [False, True], ids=["groups", "views"])
+def test_the_chain_equals_one_softmax_over_all_keys(
+    widths: tuple[int, int], own: int, sinks: bool, views: bool
+) -> None:
     tokens = documents_of(40, 31, 17, 17, 9, 1)
     seq, (keys, values) = tokens.shape[1], widths
     (query,) = tensors(1, 6, seq, keys, count=1)
@@ -90,7 +95,7 @@ def test_the_chain_equals_one_softmax_over_all_keys(widths: tuple[int, int], own
     weight = tensors(1, 6, seq, values, count=1, seed=4)[0]
     found, expected = (
         (way, torch.autograd.grad((way * weight).sum(), inputs))
-        for way in (run(tokens, query, extra, *pairs), plain(query, extra, tokens.doc_ids, 0.3, pairs))
+        for way in (run(tokens, query, extra, *pairs, views=views), plain(query, extra, tokens.doc_ids, 0.3, pairs))
     )
     torch.testing.assert_close(found[0], expected[0], atol=FP32, rtol=0)
     for ours, theirs in zip(found[1], expected[1], strict=True):
@@ -145,14 +150,19 @@ def test_a_second_derivative_is_refused() -> None:
         grad.sum().backward()
 
 
-def test_many_documents_are_few_kernel_calls() -> None:
+def padded_groups(tokens: TokenBatch) -> list[Group]:
+    """What an accelerator is given, with its indices on the CPU."""
+    spans = [(row, each.start, each.stop) for each in tokens.segments for row in each.rows]
+    return [Group(group, tokens.shape[1], CPU) for group in _by_length(spans)]
+
+
+def test_many_documents_are_few_kernel_calls_on_an_accelerator() -> None:
     tokens = documents_of(*range(1, 60))
-    groups = group_documents(tokens.segments, tokens.shape, CPU)
-    assert len(groups) <= 11
-    assert len(tokens.segments) == 59
+    assert len(group_documents(tokens.segments, tokens.shape, torch.device("meta"))) <= 11
+    assert len(group_documents(tokens.segments, tokens.shape, CPU)) == len(tokens.segments) == 59
     values = torch.arange(float(tokens.shape[1]))[None, None, :, None]
     out = torch.full((1, tokens.shape[1], 1, 1), -1.0).transpose(1, 2)
-    for each in groups:
+    for each in padded_groups(tokens):
         each.put_(out, each.take(values))
     assert torch.equal(out, values)
 
@@ -161,10 +171,11 @@ def test_groups_are_rows_of_one_document_each() -> None:
     """Documents of 2, 3 and 1 tokens in slots 0-1, 2-4, 5."""
     tokens = documents_of(2, 3, 1)
     values = torch.arange(10.0, 16.0)[None, None, :, None]
-    taken = [each.take(values)[:, 0, :, 0].tolist() for each in group_documents(tokens.segments, (1, 6), CPU)]
+    taken = [each.take(values)[:, 0, :, 0].tolist() for each in padded_groups(tokens)]
     assert taken == [[[12.0, 13.0, 14.0], [10.0, 11.0, 0.0]], [[15.0]]]
     assert isinstance(group_documents(documents_of(6).segments, (1, 6), CPU)[0], Stretch)
-    assert isinstance(group_documents(tokens.segments, (1, 6), CPU)[0], Group)
+    views = [each.take(values)[:, 0, :, 0].tolist() for each in group_documents(tokens.segments, (1, 6), CPU)]
+    assert views == [[[10.0, 11.0]], [[12.0, 13.0, 14.0]], [[15.0]]]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 
 from mtp_zoo.errors import SettingsError
@@ -22,8 +24,6 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         SettingsError: the launcher asks for sharded weights, which training checkpoints can't hold.
     """
     precision = {"bf16": "bf16", "fp32": "no"}[config.precision]
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:  # pyright: ignore[reportPrivateUsage] - accelerate has no public way to begin a second run with another precision in one process
-        AcceleratorState._reset_state()  # pyright: ignore[reportPrivateUsage] - the same
     accelerator = Accelerator(
         mixed_precision=precision, log_with=list(config.trackers) or None, project_dir=str(config.run_dir)
     )
@@ -33,6 +33,24 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             remedy="Launch with data parallelism (MULTI_GPU), or in one process.",
         )
     return accelerator
+
+
+@contextmanager
+def own_accelerate_state() -> Generator[None]:
+    """Give Accelerators that are made and used inside a precision and an accumulation of their own.
+
+    accelerate keeps both for the whole process. The caller's, which may be in the middle of a training of its own, are put
+    aside and come back untouched.
+    """
+    kinds: tuple[Any, ...] = (AcceleratorState, GradientState)
+    kept = [(kind, kind._shared_state) for kind in kinds]
+    for kind, state in kept:
+        kind._shared_state = type(state)()
+    try:
+        yield
+    finally:
+        for kind, state in kept:
+            kind._shared_state = state
 
 
 def require_trackers(names: Sequence[str]) -> None:

@@ -41,7 +41,8 @@ from mtp_zoo.training.checkpoints import (
 from mtp_zoo.training.config import TrainConfig
 from mtp_zoo.training.curves import EVAL, training_report
 from mtp_zoo.training.data import load_rows
-from mtp_zoo.training.launch import make_accelerator, require_trackers
+from mtp_zoo.training.failures import fail_together
+from mtp_zoo.training.launch import make_accelerator, own_accelerate_state, require_trackers
 from mtp_zoo.training.loss import make_objective
 from mtp_zoo.training.optimizer import learning_rate, make_optimizer
 from mtp_zoo.training.result import TrainResult
@@ -66,11 +67,12 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         ResumeError: there is nothing to resume, the settings differ, or the training checkpoint is not whole.
         DataError, CheckpointError, HeadError: see `mtp_zoo.errors`; nothing was written.
     """
-    return Trainer(config, resume=resume).fit()
+    with own_accelerate_state():
+        return Trainer(config, resume=resume).fit()
 
 
 class Trainer:
-    """One run, loaded and checked; `fit` trains it.
+    """One run, loaded and checked; `fit` trains it. Make and use it inside `own_accelerate_state`.
 
     Args:
         config: the run.
@@ -96,6 +98,11 @@ class Trainer:
         index = CheckpointIndex.open(config.model)
         check_export(index, config.out, resolve_family(index.names, index.config))
         self.accelerator = make_accelerator(config)
+        with fail_together("Preparing a training"):
+            self._prepare(index)
+
+    def _prepare(self, index: CheckpointIndex) -> None:
+        config = self.config
         processes, device = self.accelerator.num_processes, self.accelerator.device
         tokenizer = load_tokenizer(index.require_local("Training on"))
         self.rows, self.eval_rows = load_rows(config.data, tokenizer, seed=config.seed)
@@ -103,7 +110,7 @@ class Trainer:
         self.steps = config.steps or self.plan.steps(config.epochs or 1.0)
         facts = {"the data's sha256": self.rows.fingerprint(), "processes": processes, "device": device.type}
         self.identity = {**config.curve_settings(), **facts}
-        if resume:
+        if self.resume:
             self.run.require(self.identity)
         self.target = load_target(index.root, dtype=DTYPES[config.precision], device=device)
         for rows in filter(None, (self.rows, self.eval_rows)):
@@ -118,8 +125,13 @@ class Trainer:
 
         Raises:
             ObjectiveError: the gradient is not finite.
+            RankError: another rank failed.
             ResumeError, ExportError: see `mtp_zoo.errors`.
         """
+        with fail_together("Training"):
+            return self._fit()
+
+    def _fit(self) -> TrainResult:
         done = self._begin()
         main = self.accelerator.is_main_process
         self.head.train()
@@ -149,7 +161,7 @@ class Trainer:
         stats: MTPStats | None = None
         for number, tokens in enumerate(batches, start=1):
             with self._sync_gradients(number == len(batches)):
-                out = self._loss(tokens, counts)
+                out = self._loss(self.module, tokens, counts)
                 self.accelerator.backward(out.loss * self._divided_by)
             stats = out.stats if stats is None else stats + out.stats
         norm = self._clip(step)
@@ -169,7 +181,8 @@ class Trainer:
         stats = MTPStats.none(self.objective.depths, self.accelerator.device)
         for start in range(0, len(numbers), size):
             tokens = self.eval_rows.batch(numbers[start : start + size]).to(self.accelerator.device)
-            stats += self._loss(tokens, None).stats
+            # the objective itself: its DDP wrapper talks to ranks that may have no rows left
+            stats += self._loss(self.objective, tokens, None).stats
         self.head.train()
         return {f"{EVAL}{name}": value for name, value in self._metrics(stats).items()}
 
@@ -226,8 +239,8 @@ class Trainer:
     def _batch(self, rows: Sequence[int]) -> TokenBatch:
         return self.rows.batch(rows).to(self.accelerator.device)
 
-    def _loss(self, tokens: TokenBatch, counts: torch.Tensor | None) -> MTPOutput:
-        return self.module(tokens, target_states(self.target, tokens, self.head.spec), counts)
+    def _loss(self, module: Any, tokens: TokenBatch, counts: torch.Tensor | None) -> MTPOutput:
+        return module(tokens, target_states(self.target, tokens, self.head.spec), counts)
 
     def _sync_gradients(self, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.module)

@@ -39,4 +39,5 @@ def _rank(rank: int, size: int, function: Callable[..., Any], folder: str, args:
     try:
         torch.save(function(rank, *args), f"{folder}/rank{rank}.pt")
     finally:
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,14 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [{"text": " ".join(words.choice(WORDS) for _ in range(length))} for length in LENGTHS]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
+
+
+@pytest.fixture(autouse=True)
+def _own_accelerate_state() -> Iterator[None]:
+    from mtp_zoo.training.launch import own_accelerate_state
+
+    with own_accelerate_state():
+        yield
 
 
 @pytest.fixture

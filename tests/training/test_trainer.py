@@ -460,3 +460,13 @@ def test_two_processes_follow_the_curve_of_one(make_config: MakeConfig, tmp_path
     ]
     for left, right in zip(*curves, strict=True):
         assert left == pytest.approx(right, rel=SAME_CURVE)  # also the norm of the gradient, which AdamW does not see
+
+
+def test_a_callers_accelerator_keeps_its_precision_and_accumulation(make_config: MakeConfig) -> None:
+    theirs = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    before = (theirs.mixed_precision, theirs.gradient_accumulation_steps, theirs.state)
+    with theirs.accumulate():
+        train(make_config(precision="bf16"))
+        assert not theirs.sync_gradients, "the first of three micro-batches"
+    assert (theirs.mixed_precision, theirs.gradient_accumulation_steps, theirs.state) == before
+    assert Accelerator(cpu=True, gradient_accumulation_steps=3).mixed_precision == "no"
