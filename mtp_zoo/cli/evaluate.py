@@ -82,6 +82,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         raise DataError(
             f"Reading prompts from {path}: {error}.", remedy="Point at a UTF-8 file of JSON lines."
         ) from error
+    from mtp_zoo.training.records import options_complaint
+
     rows: list[dict[str, Any]] = []
     wrong: list[str] = []
     for number, line in enumerate(lines, start=1):
@@ -94,6 +96,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
             continue
         if isinstance(row, dict) and row.keys() & {"text", "messages", "input_ids"}:
             rows.append(row)
+            complaint = options_complaint(row) if "messages" in row else None
+            wrong += [f"line {number}: {complaint}"] if complaint else []
         else:
             wrong.append(f"line {number}: expected an object with text, messages or input_ids")
     if wrong:
@@ -106,8 +110,9 @@ def _encode(tokenizer: Any, row: dict[str, Any]) -> list[int]:
         return list(row["input_ids"])
     if "messages" in row:
         from mtp_zoo.training.data import render_prompt
+        from mtp_zoo.training.records import template_options
 
-        return render_prompt(tokenizer, row["messages"])
+        return render_prompt(tokenizer, row["messages"], template_options(row))
     return tokenizer(row["text"])["input_ids"]
 
 

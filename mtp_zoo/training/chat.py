@@ -7,7 +7,7 @@ many templates put behind that token is written by the template, so it is not le
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -54,12 +54,14 @@ class ChatEncoder:
                 remedy="Use a tokenizer with a tokenizer.json.",
             )
         self.tokenizer = tokenizer
-        # of several named templates, transformers picks the one for plain messages
-        self.has_blocks = bool(GENERATION_BLOCK.search(tokenizer.get_chat_template()))
         self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
-    def encode(self, messages: Sequence[Message]) -> list[Encoded]:
+    def encode(self, messages: Sequence[Message], **options: Any) -> list[Encoded]:
         """Token ids and learn masks of one conversation.
+
+        Args:
+            messages: the conversation.
+            options: what the template is rendered with beside them: `tools`, `documents`, and its own variables.
 
         What follows the last assistant message is left out: nothing learns from it. Most templates give one document.
         Where a template renders past turns differently from the current one (thinking models drop old thoughts), every
@@ -72,36 +74,42 @@ class ChatEncoder:
         if not turns:
             return []
         try:
-            if self.has_blocks:
-                return [self._encode_blocks(messages[: turns[-1] + 1])]
-            return [self._encode_spans(text, spans) for text, spans in self._rows(messages, turns)]
+            if self._has_blocks(options):
+                return [self._encode_blocks(messages[: turns[-1] + 1], options)]
+            return [self._encode_spans(text, spans) for text, spans in self._rows(messages, turns, options)]
         except (TemplateError, ValueError, TypeError) as error:
             raise _refused(error) from error
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def _has_blocks(self, options: Mapping[str, Any]) -> bool:
+        """Of several named templates, transformers picks the one for tools where there are some."""
+        return bool(GENERATION_BLOCK.search(self.tokenizer.get_chat_template(tools=options.get("tools"))))
+
+    def prompt(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of the messages and the generation prompt behind them: what a server feeds a model that is to answer.
 
         Raises:
             ChatTemplateError: the template refuses the messages.
         """
         try:
-            text = self._render(messages, add_generation_prompt=True)
+            text = self._render(messages, options, add_generation_prompt=True)
         except (TemplateError, ValueError, TypeError) as error:
             raise _refused(error) from error
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _encode_blocks(self, messages: Sequence[Message]) -> Encoded:
+    def _encode_blocks(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Encoded:
         rendered: Any = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
         )
         return self._close_turns(rendered["input_ids"], np.array(rendered["assistant_masks"], dtype=bool))
 
-    def _rows(self, messages: Sequence[Message], turns: Sequence[int]) -> list[tuple[str, list[tuple[int, int]]]]:
+    def _rows(
+        self, messages: Sequence[Message], turns: Sequence[int], options: Mapping[str, Any]
+    ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Rendered texts, each with the character spans that the assistant wrote."""
         rows: list[tuple[str, list[tuple[int, int]]]] = []
         for turn in turns:
-            prompt = self._render(messages[:turn], add_generation_prompt=True)
-            text = self._render(messages[: turn + 1], add_generation_prompt=False)
+            prompt = self._render(messages[:turn], options, add_generation_prompt=True)
+            text = self._render(messages[: turn + 1], options, add_generation_prompt=False)
             if not text.startswith(prompt):
                 raise ChatTemplateError(
                     f"Rendering chat messages: expected message {turn} to continue its generation prompt "
@@ -112,9 +120,9 @@ class ChatEncoder:
             rows.append((text, [*spans, (len(prompt), len(text))]))
         return rows
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Message], options: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         rendered = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
         return str(rendered)
 

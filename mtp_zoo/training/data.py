@@ -8,10 +8,10 @@ The order of rows in training is the business of `batches.py`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -131,7 +131,7 @@ def encode_texts(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) 
     starts = range(0, len(records), ENCODED_AT_ONCE)
     with progress("Tokenising", total=len(starts)) as advance:
         for start in starts:
-            texts = [text for _, text in records[start : start + ENCODED_AT_ONCE]]
+            texts = [text for _, text, _ in records[start : start + ENCODED_AT_ONCE]]
             for ids in tokenizer(texts, verbose=False)["input_ids"]:
                 documents.append([(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))])
             advance()
@@ -148,9 +148,9 @@ def encode_messages(records: Sequence[Record], encoder: ChatEncoder, path: Path)
     problems: list[str] = []
     remedy = ""
     with progress("Tokenising", total=len(records)) as advance:
-        for place, messages in records:
+        for place, messages, options in records:
             try:
-                documents.append(encoder.encode(messages))
+                documents.append(encoder.encode(messages, **options))
             except ChatTemplateError as error:
                 problems.append(f"{place}: {error.message}")
                 remedy = error.remedy
@@ -233,6 +233,8 @@ def describe(counts: DataCounts) -> str:
     )
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of one conversation that the model is to answer; see `ChatEncoder.prompt`."""
-    return ChatEncoder(tokenizer).prompt(messages)
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Token ids of one conversation that the model is to answer; see `ChatEncoder.prompt` and `template_options`."""
+    return ChatEncoder(tokenizer).prompt(messages, **(options or {}))

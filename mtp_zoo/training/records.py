@@ -12,12 +12,28 @@ from mtp_zoo.training.config import DataConfig
 
 SHOWN_PROBLEMS = 20
 
+RENDERED_WITH: dict[str, type] = {"tools": list, "documents": list, "chat_template_kwargs": dict}
+"""Fields beside the messages that a chat template is rendered with, as OpenAI-compatible servers take them."""
+
+REFUSED = ("functions", "chat_template")
+"""Fields that would change the rendered text, and that nothing here honours."""
+
+RESERVED = {"tools", "documents", "conversation", "chat_template", "tokenize", "add_generation_prompt", "return_dict"}
+"""Arguments of `apply_chat_template` that `chat_template_kwargs` may not hold."""
+
 
 class Record(NamedTuple):
-    """One record's text or messages, and where it stands, such as "line 3"."""
+    """One record.
+
+    Attributes:
+        place: where it stands, such as "line 3".
+        value: its text or its messages.
+        options: what the chat template is rendered with beside the messages; see `template_options`.
+    """
 
     place: str
     value: Any
+    options: Mapping[str, Any] = {}
 
 
 def read_records(path: Path, config: DataConfig) -> list[Record]:
@@ -29,13 +45,18 @@ def read_records(path: Path, config: DataConfig) -> list[Record]:
     """
     field = config.text_field or config.messages_field or ""
     source = _read_jsonl(path) if config.kind == "jsonl" else _read_dataset(path, field)
-    complaint = _text_complaint if config.messages_field is None else _messages_complaint
+    judge = _text_complaint if config.messages_field is None else _messages_complaint
+
+    def complaint(record: Mapping[str, Any]) -> str | None:
+        return judge(record[field]) or (None if config.messages_field is None else options_complaint(record))
+
     records: list[Record] = []
     problems: list[str] = []
     for place, record, problem in source:
-        problem = problem or _record_complaint(record, field) or complaint(record[field])
+        problem = problem or _record_complaint(record, field) or complaint(record)
         if problem is None:
-            records.append(Record(place, record[field]))
+            chat = config.messages_field is not None
+            records.append(Record(place, record[field], template_options(record) if chat else {}))
         else:
             problems.append(f"{place}: {problem}")
     if problems:
@@ -47,6 +68,39 @@ def read_records(path: Path, config: DataConfig) -> list[Record]:
     if not records:
         raise EmptyDatasetError(f"Reading {path}: no records.", remedy="Give a file with at least one record.")
     return records
+
+
+def template_options(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a chat record asks its template to be rendered with: `tools`, `documents`, `chat_template_kwargs`.
+
+    Example: {"messages": [..], "tools": [t], "chat_template_kwargs": {"enable_thinking": False}} gives
+    {"tools": [t], "enable_thinking": False}.
+    """
+    given = {name: _decoded(record[name]) for name in RENDERED_WITH if record.get(name) is not None}
+    return {**given.pop("chat_template_kwargs", {}), **given}
+
+
+def options_complaint(record: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the fields that a chat record is rendered with, or None."""
+    refused = [name for name in REFUSED if record.get(name) is not None]
+    if refused:
+        return f"fields {refused} would change the rendered text and are not supported; expected {list(RENDERED_WITH)}"
+    for name, kind in RENDERED_WITH.items():
+        value = _decoded(record.get(name))
+        if value is not None and not isinstance(value, kind):
+            return f"{name}: expected a {kind.__name__}, got {type(value).__name__}"
+    own = sorted(RESERVED & {*(_decoded(record.get("chat_template_kwargs")) or {})})
+    return f"chat_template_kwargs: {own} are set by the reader" if own else None
+
+
+def _decoded(value: Any) -> Any:
+    """Tables hold nested values of varying shape as JSON text."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value
+    return value
 
 
 def capped(problems: list[str]) -> list[str]:
@@ -92,7 +146,8 @@ def _read_dataset(path: Path, field: str) -> Iterator[tuple[str, Any, str | None
             f"Reading {path}: expected a column '{field}', got {dataset.column_names}.",
             remedy="Name a column that exists.",
         )
-    for number, row in enumerate(dataset.select_columns(field)):
+    beside = [name for name in (*RENDERED_WITH, *REFUSED) if name in dataset.column_names]
+    for number, row in enumerate(dataset.select_columns([field, *beside])):
         yield f"row {number}", _without_none(row), None
 
 
