@@ -49,6 +49,7 @@ from mtp_zoo.registry import Family, Resolution, get_family, needed_by_head, res
 from mtp_zoo.shared import SharedTensors
 from mtp_zoo.site import HeadSite, find_site
 from mtp_zoo.spec import Engine
+from mtp_zoo.trained_head import fill_trained, training_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +93,8 @@ def load_head(
 
     Args:
         source: checkpoint directory, hub-cache tree, or repository id. Of a repository that is not on this machine, headers
-            and the head's bytes are read, and nothing else.
+            and the head's bytes are read, and nothing else. Of a training checkpoint (`checkpoints/step-000100` of a run),
+            the head of its base is filled with what was trained, in FP32 where no dtype is given.
         target: transformers model (or `SharedTensors`) whose embedding and lm_head the head borrows.
         family: family name, to skip the decision from the tensors.
         dtype: cast to this dtype; None keeps every tensor as stored, and decodes FP8 to BF16. `torch.float32` gives master
@@ -120,6 +122,14 @@ def load_head(
         ScaleMismatchError: the head is stored as FP8, and tensors and scales do not belong together.
     """
     _check_request(source, init, depths, device, mesh, mp_policy)
+    trained = training_checkpoint(source) if init == "checkpoint" else None
+    if trained is not None:
+        engine = engine or trained["engine"]
+        head = load_head(
+            trained["base"], family=trained["family"], dtype=dtype or torch.float32, device=device, engine=engine,
+            target=target, trainable=trainable, revision=revision,
+        )  # fmt: skip
+        return fill_trained(head, source)
     chosen = get_family(family) if isinstance(family, str) else family
     device = device or ("cpu" if mesh is None else mesh.device_type)
     if init == "random":

@@ -41,7 +41,8 @@ def command(
     base: Annotated[str, typer.Argument(help="Checkpoint whose trunk is served.")],
     out: Annotated[str | None, typer.Argument(help="Directory to make; must not exist. None with --in-place.")] = None,
     head: Annotated[
-        str | None, typer.Option(help="Checkpoint whose head to take; the base's own where left out.")
+        str | None,
+        typer.Option(help="Checkpoint, or training checkpoint, whose head to take; the base's own where left out."),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the head's checkpoint.")] = None,
     in_place: Annotated[
@@ -63,10 +64,13 @@ def command(
     if dry_run:
         from mtp_zoo.checkpoint import CheckpointIndex
         from mtp_zoo.export_preview import head_on_meta, preview_export
+        from mtp_zoo.trained_head import training_checkpoint
 
         opened = CheckpointIndex.open(base)
         own = head is None and revision is None
-        fitting = head_on_meta(opened) if own else head_on_meta(head or base, revision=revision)
+        trained = None if own else training_checkpoint(head or base)
+        source = (head or base) if trained is None else trained["base"]
+        fitting = head_on_meta(opened) if own else head_on_meta(source, revision=revision)
         preview = preview_export(fitting, opened, out, in_place=in_place, copy=copy, dtype=chosen)
         show_report(preview, as_json=as_json)
         return

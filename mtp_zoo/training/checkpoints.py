@@ -3,7 +3,8 @@
     checkpoints/step-000100/head.safetensors        float32 weights, by canonical name
                             optimizer.safetensors   `<name>.exp_avg`, `<name>.exp_avg_sq`, `<name>.step`
                             rng.safetensors         `<rank>.cpu` and, on CUDA, `<rank>.cuda`
-                            state.json              step, and the digest of what the run was started with
+                            state.json              step, the digest of what the run was started with, and which
+                                                    head it is: `mtp-zoo export --head` takes the folder as it is
 
 No pickle: nothing in a checkpoint can run code.
 """
@@ -25,6 +26,7 @@ from torch import Tensor
 from mtp_zoo.errors import ResumeError
 from mtp_zoo.head import DraftHead
 from mtp_zoo.overlay import staging, sync
+from mtp_zoo.trained_head import describe_head
 from mtp_zoo.training.files import read_object
 from mtp_zoo.version import __version__
 
@@ -42,12 +44,14 @@ def save_checkpoint(
     rng: Sequence[Mapping[str, Tensor]],
     run: str,
     keep: int,
+    base: str,
 ) -> Path:
     """Write `folder`/step-<step> under a hidden name, flush it, rename it, then remove all but the `keep` newest.
 
     Args:
         rng: `rng_state()` of every rank.
         run: digest of what the run was started with.
+        base: the checkpoint that the head was loaded from.
     """
     path = folder / f"step-{step:06d}"
     with staging(path) as partial:
@@ -55,7 +59,7 @@ def save_checkpoint(
         save_file(_optimizer_tensors(head, optimizer), partial / "optimizer.safetensors")
         states = {f"{rank}.{name}": value for rank, state in enumerate(rng) for name, value in state.items()}
         save_file(states, partial / "rng.safetensors")
-        state = {"mtp_zoo": __version__, "step": step, "run": run}
+        state = {"mtp_zoo": __version__, "step": step, "run": run, "head": describe_head(head, base)}
         (partial / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         for file in partial.iterdir():
             sync(file)

@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -291,6 +292,7 @@ class Trainer:
                 rng=states,
                 run=digest(self.identity),
                 keep=self.config.keep_checkpoints,
+                base=str(Path(self.config.model).resolve()) if Path(self.config.model).is_dir() else self.config.model,
             )
         self.accelerator.wait_for_everyone()
 

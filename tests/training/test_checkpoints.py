@@ -37,7 +37,7 @@ def trained(base: Path, steps: int = 2) -> Pair:
 
 
 def save(folder: Path, pair: Pair, step: int = 2, keep: int = 2) -> Path:
-    return save_checkpoint(folder, step, *pair, rng=[rng_state()], run="this", keep=keep)
+    return save_checkpoint(folder, step, *pair, rng=[rng_state()], run="this", keep=keep, base="a-model")
 
 
 def moments(pair: Pair) -> dict[str, torch.Tensor]:
