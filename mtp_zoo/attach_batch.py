@@ -38,7 +38,7 @@ def token_batch(call: Mapping[str, Any], mask: Tensor | None, config: Any) -> To
         config: the model's config; says which tokens are placeholders.
 
     Raises:
-        AttachError: no token ids, images, or labels that were shifted already.
+        AttachError: no token ids, images, a cache that holds tokens, or labels that were shifted already.
         BatchError: masks, labels and layout that contradict each other, or rotary positions whose axes differ.
     """
     _refuse(call, mask)
@@ -60,10 +60,22 @@ def placeholder_ids(config: Any) -> tuple[int, ...]:
     return tuple(value for name in PLACEHOLDERS if isinstance(value := getattr(config, name, None), int))
 
 
+def _holds_tokens(cache: Any) -> bool:
+    """Whether a cache has seen tokens in front of this call; one of recurrent layers alone counts none, but has states."""
+    if cache is None:
+        return False
+    if not hasattr(cache, "get_seq_length"):
+        return len(cache) > 0
+    recurrent = [getattr(layer, "has_previous_state", False) for layer in getattr(cache, "layers", ())]
+    return int(cache.get_seq_length()) > 0 or any(map(bool, recurrent))
+
+
 def _refuse(call: Mapping[str, Any], mask: Tensor | None) -> None:
     problems = [f"{name}: media are not supported" for name in MEDIA if call.get(name) is not None]
     if call.get("input_ids") is None:
         problems.append("input_ids: missing; the depths read the ids of later tokens, which inputs_embeds do not hold")
+    if _holds_tokens(call.get("past_key_values")):
+        problems.append("past_key_values: a cache that holds tokens; the head would read the call as a whole document")
     if mask is None and call.get("labels") is None:
         problems.append("labels: missing, and no mtp_mask; pass labels [batch, seq], not shifted")
     if call.get("shift_labels") is not None:
@@ -71,6 +83,6 @@ def _refuse(call: Mapping[str, Any], mask: Tensor | None) -> None:
     if problems:
         raise AttachError(
             "Computing the MTP loss of a call: it needs token ids and their labels, of text.",
-            remedy="Call the model with input_ids and labels; leave media to steps without labels.",
+            remedy="Call the model with input_ids and labels; train on media under `with model.mtp.paused()`.",
             problems=problems,
         )

@@ -1,17 +1,19 @@
 """The forward pass of a joint model: the model's own, with its final norm tapped, and the objective behind it.
 
 Others put themselves in front of a model's `forward`: accelerate for mixed precision, TRL for a fused lm_head that never
-runs the model's own forward. So `forward` of a joint model is a slot that wraps whatever is set. Of several such layers the
-innermost that gets an output computes the MTP loss, under the same autocast as the model itself; the others pass it on.
+runs the model's own forward, kernels that replace the forward of a class. So `forward` of a joint model is a slot that wraps
+whatever is set on the instance, on its class or on the class that it had. Of several such layers the innermost that gets an
+output computes the MTP loss, under the same autocast as the model itself; the others pass it on.
+
+A training call (training mode, gradients recorded) computes the MTP loss or raises; see `attach_call` for those that go
+around the slot.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +21,11 @@ import torch
 from torch import Tensor
 
 from mtp_zoo.attach_batch import token_batch
+from mtp_zoo.attach_call import JointCall, current_call, trains, under_way
+from mtp_zoo.attach_gradients import check_first_step
 from mtp_zoo.attach_output import is_fused, with_mtp, with_mtp_gradient
-from mtp_zoo.batch import TokenBatch
-from mtp_zoo.errors import AttachError
+from mtp_zoo.errors import AttachError, NoMTPLossError
 from mtp_zoo.objective import MTPOutput
-from mtp_zoo.shared import language_model
 
 if TYPE_CHECKING:
     from mtp_zoo.attacher import JointTraining
@@ -34,54 +36,67 @@ ADDED = ("mtp_mask", "mtp_counts")
 """Keyword arguments that a joint model's forward takes beside the model's own."""
 
 
-@dataclass
-class JointCall:
-    """One call of a joint model, through all its layers.
-
-    Attributes:
-        tokens: the batch that it describes.
-        counts: `mtp_counts`.
-        grad: whether gradients were recorded when the call came in.
-        hidden: what the tap saw, [batch, seq, hidden].
-        finished: whether the MTP loss is in the output.
-    """
-
-    tokens: TokenBatch
-    counts: Tensor | None
-    grad: bool
-    hidden: Tensor | None = None
-    finished: bool = False
-
-
 class ForwardSlot:
     """The attribute `forward` of a joint model's class.
 
     Args:
-        original: the forward of the class that the model had.
+        source: gives the forward of the class that is to be wrapped. It is asked at every call, since others replace the
+            forward of a class at any time.
     """
 
-    def __init__(self, original: Forward) -> None:
-        @functools.wraps(original)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _run(self, functools.partial(original, self), args, kwargs, inner=True)
-
-        setattr(forward, "__signature__", joint_signature(original))  # noqa: B010 - a function has no such attribute
-        self._forward = forward
+    def __init__(self, source: Callable[[], Forward]) -> None:
+        self._source = source
+        self._wrapped: tuple[Forward, Forward] | None = None
 
     def __get__(self, model: Any, owner: type | None = None) -> Any:
         if model is None:
-            return self._forward
-        return model.__dict__.get("forward") or MethodType(self._forward, model)
+            return self._of_class()
+        own = model.__dict__.get("forward")
+        return MethodType(self._of_class() if own is None else self._of_instance(own), model)
 
     def __set__(self, model: Any, value: Forward) -> None:
+        model.__dict__["forward"] = value
+
+    def __delete__(self, model: Any) -> None:
+        del model.__dict__["forward"]
+
+    def _of_class(self) -> Forward:
+        original = self._source()
+        if self._wrapped is None or self._wrapped[0] is not original:
+
+            @functools.wraps(original)
+            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return _run(self, functools.partial(original, self), args, kwargs, inner=True)
+
+            setattr(forward, "__signature__", joint_signature(original))  # noqa: B010 - a function has no such attribute
+            self._wrapped = (original, forward)
+        return self._wrapped[1]
+
+    def _of_instance(self, value: Forward) -> Forward:
         @functools.wraps(value)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return _run(self, value, args, kwargs, inner=False)
 
-        model.__dict__["forward"] = MethodType(forward, model)
+        signature = inspect.signature(self._of_class())
+        setattr(forward, "__signature__", signature)  # noqa: B010 - a function has no such attribute
+        return forward
 
-    def __delete__(self, model: Any) -> None:
-        del model.__dict__["forward"]
+
+@functools.cache
+def slotted(kind: type) -> type:
+    """A metaclass under which assigning `forward` to a class fills its slot instead of replacing it.
+
+    Args:
+        kind: the metaclass of the model's class.
+    """
+
+    def assign(cls: Any, name: str, value: Any) -> None:
+        if name == "forward" and not isinstance(value, ForwardSlot):
+            function = value
+            value = ForwardSlot(lambda: function)
+        kind.__setattr__(cls, name, value)
+
+    return type(kind.__name__, (kind,), {"__setattr__": assign})
 
 
 def joint_signature(original: Forward) -> inspect.Signature:
@@ -93,22 +108,45 @@ def joint_signature(original: Forward) -> inspect.Signature:
     return signature.replace(parameters=[*own[:last], *added, *own[last:]])
 
 
+@functools.partial(torch.compiler.disable, recursive=False)
 def _run(model: Any, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], *, inner: bool) -> Any:
     control: JointTraining | None = model.__dict__.get("mtp")
     if control is None:  # an instance that was made from the class, not by attach
         return run(*args, **kwargs)
     mask, counts = (kwargs.pop(name, None) for name in ADDED)
-    if control.call is not None:
-        return _layer(model, control, control.call, run, args, kwargs, inner=inner)
-    named = _named(model, args, kwargs)
-    if mask is None and named.get("labels") is None:
+    call = current_call(control)
+    if call is not None:
+        return _layer(model, control, call, run, args, kwargs, inner=inner)
+    call = _call(model, control, _named(model, args, kwargs), mask, counts)
+    if call is None:
         return run(*args, **kwargs)
-    control.check(model)
-    call = JointCall(token_batch(named, mask, model.config), counts, torch.is_grad_enabled())
-    with _tapped(model, control, call):
+    with under_way(control, call):
         return _layer(model, control, call, run, args, kwargs, inner=inner)
 
 
+@torch.compiler.disable
+def _call(
+    model: Any, control: JointTraining, named: Mapping[str, Any], mask: Tensor | None, counts: Tensor | None
+) -> JointCall | None:
+    """The call that these arguments make, or None where it is the model's own."""
+    if mask is None and named.get("labels") is None:
+        if trains(model):
+            raise _without_labels(model)
+        return None
+    control.check(model)
+    return JointCall(token_batch(named, mask, model.config), counts, torch.is_grad_enabled())
+
+
+def _without_labels(model: Any) -> NoMTPLossError:
+    return NoMTPLossError(
+        f"Training {type(model).__name__}: expected labels or mtp_mask in a call in training mode that records gradients, got "
+        "neither, so the head would get no gradient. Label smoothing, compute_loss_func and trainers that make a loss of "
+        "their own out of logits take the labels away from the model.",
+        remedy="Pass labels or mtp_mask; where a step is to train the model alone, call it under `with model.mtp.paused()`.",
+    )
+
+
+@functools.partial(torch.compiler.disable, recursive=False)
 def _layer(
     model: Any,
     control: JointTraining,
@@ -119,6 +157,8 @@ def _layer(
     *,
     inner: bool,
 ) -> Any:
+    if call.finished:
+        return run(*args, **kwargs)
     frozen = control.mode == "mtp_only"
     named = _named(model, args, kwargs)
     if frozen and inner and model.training:
@@ -132,6 +172,7 @@ def _layer(
         return _finish(model, control, call, named, out)
 
 
+@torch.compiler.disable
 def _finish(model: Any, control: JointTraining, call: JointCall, named: Mapping[str, Any], out: Any) -> Any:
     if call.hidden is None:
         raise AttachError(
@@ -141,7 +182,10 @@ def _finish(model: Any, control: JointTraining, call: JointCall, named: Mapping[
     hidden, call.hidden = call.hidden, None
     fused = is_fused(out)
     counts = hidden.new_ones(control.objective.depths) if fused else _counts(control, call, named, hidden.device)
+    assert call.tokens is not None
     result = control.objective(call.tokens, hidden, step_counts=counts)
+    if call.grad and model.training:
+        check_first_step(model, control.objective.head)
     control.last = MTPOutput(result.loss.detach(), result.stats)
     metrics = {name: value.float() for name, value in result.stats.means().items()}
     if fused:
@@ -159,34 +203,17 @@ def _counts(control: JointTraining, call: JointCall, named: Mapping[str, Any], d
     return torch.as_tensor(items, dtype=torch.float32, device=device).expand(control.objective.depths)
 
 
-@contextmanager
-def _tapped(model: Any, control: JointTraining, call: JointCall) -> Generator[None]:
-    """Keep what the head reads of the next forward pass: behind the final norm, or in front of it."""
-    before = control.objective.head.spec.hidden_tap == "pre_norm"
-
-    def keep(_module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        call.hidden = inputs[0] if before else output
-
-    handle = language_model(model).norm.register_forward_hook(keep)
-    control.call = call
-    try:
-        yield
-    finally:
-        control.call = None
-        handle.remove()
-
-
 @functools.cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]  # pyright: ignore[reportAttributeAccessIssue]
+def _names(forward: Forward) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's arguments by name."""
-    return {**dict(zip(_names(type(model)), args, strict=False)), **kwargs}
+    return {**dict(zip(_names(type(model).forward), args, strict=False)), **kwargs}
 
 
 def _without_logits(model: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     """The same call without the model's own loss, and with one token's logits where it can be told so."""
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in _names(type(model)) else {}
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in _names(type(model).forward) else {}
     return {**named, "labels": None, **keep}

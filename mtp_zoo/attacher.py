@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from mtp_zoo.attach_forward import ForwardSlot, JointCall
+from mtp_zoo.attach_call import add_tap, paused
+from mtp_zoo.attach_forward import ForwardSlot, slotted
 from mtp_zoo.attach_peft import JointAdapter, adapter_class, base_model, load_adapter_head
 from mtp_zoo.attach_save import JointSaving
 from mtp_zoo.attach_state import HEAD, add_state_hooks
@@ -42,13 +44,11 @@ class JointTraining:
     Attributes:
         objective: the MTP objective, over the head.
         last: loss (without a graph) and sums of the last call that computed an MTP loss.
-        call: the call that is under way.
     """
 
     def __init__(self, model: Any, objective: MTPObjective, given: float | None) -> None:
         self.objective = objective
         self.last: MTPOutput | None = None
-        self.call: JointCall | None = None
         self._model = model
         self._given = given
         self._configured = configured_lambda(model.config.to_dict())
@@ -92,6 +92,18 @@ class JointTraining:
         """Metrics of the last call; empty before the first."""
         return self.last.metrics if self.last else {}
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Let calls be the model's own, also in training: for steps that train the model without the head.
+
+        It holds in the thread that enters it. Under DDP the head's parameters get no gradient in such a step: wrap the model
+        with `find_unused_parameters=True`.
+
+        Example:
+            >>> with model.mtp.paused():                                     # doctest: +SKIP
+            ...     logits = model(input_ids=ids, pixel_values=images).logits
+        """
+        return paused(self)
+
     def check(self, model: Any) -> None:
         """Look whether the head still stands beside `model` as `attach` left it; borrow replaced embeddings again.
 
@@ -113,6 +125,11 @@ class JointTraining:
                 + (f"adapters were put into it ({inside[0]})." if inside else "none of its parameters takes gradients.")
                 + " Expected a head that trains fully, beside whatever adapters the model has.",
                 remedy="Call get_peft_model(model, ...) first and mz.attach(peft_model, ...) on its result.",
+            )
+        if any(parameter.is_meta for parameter in head.parameters()):
+            raise AttachError(
+                "Training the head: its weights are offloaded; expected on a device; gradients would reach copies.",
+                remedy="Offload or dispatch the model first and call mz.attach(model, ...) on the result.",
             )
         shared = head.shared
         if (shared.embedding, shared.lm_head) != (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -175,6 +192,7 @@ def attach(
     base.mtp = JointTraining(base, objective, mtp_lambda)
     base.__class__ = joint_class(type(base))
     add_state_hooks(base)
+    add_tap(base)
     if any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
         head.gradient_checkpointing_enable()
     base.mtp.mode = mode
@@ -234,10 +252,10 @@ class _Joint(JointSaving):
 def joint_class(original: type) -> type:
     """The class of a joint model; one for each class that models have, of the same name."""
     own = {
-        "forward": ForwardSlot(original.forward),  # pyright: ignore[reportAttributeAccessIssue]
+        "forward": ForwardSlot(lambda: original.forward),  # pyright: ignore[reportAttributeAccessIssue]
         **{name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")},
     }
-    return type(original)(original.__name__, (_Joint, original), own)
+    return slotted(type(original))(original.__name__, (_Joint, original), own)
 
 
 __all__ = ["SFT_LAMBDA", "JointAdapter", "JointTraining", "Mode", "attach", "joint_class"]

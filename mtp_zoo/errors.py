@@ -33,6 +33,7 @@ One class a condition. The command line maps every `MTPZooError` to exit code 2 
     ├── ParallelError                     a batch or a head that can't be cut over ranks as asked
     │   └── RankError                     another rank failed or ended
     ├── AttachError                       a model and a head that can't be trained together as asked
+    │   └── NoMTPLossError                a training call that would leave the head without a gradient
     ├── AcceptanceError                   prompts or settings the draft/verify loop can't run
     ├── DataError
     │   ├── EmptyDatasetError             no rows, or nothing in them to learn
@@ -192,6 +193,10 @@ class RankError(ParallelError):
 
 class AttachError(MTPZooError):
     """A model and a head that can't be trained together as asked."""
+
+
+class NoMTPLossError(AttachError):
+    """A call of a joint model in training that would leave the head without a gradient."""
 
 
 class AcceptanceError(MTPZooError):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate.utils import align_module_device, has_offloaded_params
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -138,8 +139,9 @@ class SharedTensors:
 
         Raises:
             ParallelError: it is sharded and shall get a gradient; the gather would not reduce that over the ranks.
+            SharedTensorError: it is offloaded and shall get a gradient, which would reach a copy.
         """
-        weight = cast("Tensor", self.lm_head.weight)
+        weight = self._projection_weight(detach=detach)
         weight = weight.detach() if detach else weight
         if not isinstance(weight, DTensor):
             return weight
@@ -150,10 +152,29 @@ class SharedTensors:
             )
         return weight.full_tensor()
 
+    def _projection_weight(self, *, detach: bool) -> Tensor:
+        """The lm_head's weight; of an lm_head that accelerate offloads, a copy on the device on which it runs."""
+        lm_head = self.lm_head
+        if not has_offloaded_params(lm_head):
+            return cast("Tensor", lm_head.weight)
+        if not detach and torch.is_grad_enabled():
+            raise SharedTensorError(
+                "Lending the lm_head with its gradient: its weight is offloaded, so the gradient would reach a copy.",
+                remedy="Detach 'lm_head', or keep it on a device (device_map).",
+            )
+        with align_module_device(lm_head):
+            return cast("Tensor", lm_head.weight)
+
     def embed(self, input_ids: Int[Tensor, "batch seq"], *, detach: bool = True) -> Float[Tensor, "batch seq hidden"]:
-        """Embeddings of the ids, with their graph unless it is cut."""
+        """Embeddings of the ids, with their graph unless it is cut.
+
+        Forward hooks of the embedding, such as NEFTune's noise, are the target's own and do not reach the head; where the
+        weight is sharded over ranks they run, since FSDP2 gathers it in one.
+        """
+        embedding = self.embedding
+        look_up = embedding if isinstance(embedding.weight, DTensor) else embedding.forward
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-            return self.embedding(input_ids)
+            return look_up(input_ids)
 
     def logits(
         self, states: Float[Tensor, "*batch hidden"], projection: Float[Tensor, "vocab hidden"] | None = None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mtp_zoo as mz
 from mtp_zoo.batch import IGNORED, TokenBatch
-from mtp_zoo.errors import AttachError, NotAttachedError, ObjectiveError
+from mtp_zoo.errors import AttachError, NoMTPLossError, NotAttachedError, ObjectiveError
 from mtp_zoo.loss_weight import configured_lambda
 from mtp_zoo.objective import MTPObjective, step_counts
 from mtp_zoo.targets import target_states
@@ -152,13 +152,28 @@ def test_items_divide_every_depth(root: Path) -> None:
 # Steps without labels
 
 
-def test_without_labels_a_call_is_the_models_own(root: Path) -> None:
-    model, plain = joint(root), load_model(root)
+def test_without_labels_a_call_of_evaluation_is_the_models_own(root: Path) -> None:
+    model, plain = joint(root).eval(), load_model(root).eval()
     tokens = ids(2, 9)
     out = model(input_ids=tokens)
     assert set(out.keys()) == set(plain(input_ids=tokens).keys())
     assert model.mtp.last is None
     assert model.mtp.metrics == {}
+
+
+def test_a_training_call_without_labels_is_refused_unless_the_head_is_paused(root: Path) -> None:
+    model, plain = joint(root), load_model(root)
+    tokens = ids(2, 9)
+    with pytest.raises(NoMTPLossError, match="neither"):
+        model(input_ids=tokens)
+    with torch.no_grad():
+        assert "mtp_loss" not in model(input_ids=tokens)
+    with model.mtp.paused():
+        alone = model(input_ids=tokens)
+        labelled = model(input_ids=tokens, labels=tokens)
+    assert torch.equal(alone.logits, plain(input_ids=tokens).logits)
+    assert "mtp_loss" not in labelled
+    assert model(input_ids=tokens, labels=tokens).mtp_loss > 0
 
 
 def test_a_mask_takes_the_place_of_labels(root: Path) -> None:
