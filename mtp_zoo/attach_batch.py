@@ -28,6 +28,9 @@ PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id", "image_tok
 LENGTHS = ("cu_seqlens", "cu_seq_lens_q")
 """Arguments under which collators pass the bounds of packed documents."""
 
+CACHES = ("past_key_values", "cache")
+"""Arguments that bring the keys and values of earlier calls: the older name, and the one of newer models."""
+
 
 def token_batch(call: Mapping[str, Any], mask: Tensor | None, config: Any) -> TokenBatch:
     """The batch that a call describes.
@@ -74,8 +77,10 @@ def _refuse(call: Mapping[str, Any], mask: Tensor | None) -> None:
     problems = [f"{name}: media are not supported" for name in MEDIA if call.get(name) is not None]
     if call.get("input_ids") is None:
         problems.append("input_ids: missing; the depths read the ids of later tokens, which inputs_embeds do not hold")
-    if _holds_tokens(call.get("past_key_values")):
-        problems.append("past_key_values: a cache that holds tokens; the head would read the call as a whole document")
+    filled = [name for name in CACHES if _holds_tokens(call.get(name))]
+    problems += [
+        f"{name}: it holds tokens; the head would read the call as one document from position 0" for name in filled
+    ]
     if mask is None and call.get("labels") is None:
         problems.append("labels: missing, and no mtp_mask; pass labels [batch, seq], not shifted")
     if call.get("shift_labels") is not None:

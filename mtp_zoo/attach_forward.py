@@ -208,6 +208,7 @@ def _names(forward: Forward) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
+@torch.compiler.disable
 def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's arguments by name."""
     return {**dict(zip(_names(type(model).forward), args, strict=False)), **kwargs}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mtp_zoo as mz
 from mtp_zoo.batch import IGNORED
-from mtp_zoo.errors import AttachError
+from mtp_zoo.errors import AttachError, NoMTPLossError
 from tests.attaching import assert_same, gradients, ids, joint, load_model, make_checkpoint, weights
 from tests.exporting import same
 
@@ -167,6 +167,27 @@ def test_mixed_precision_keeps_the_mtp_loss(root: Path, tmp_path: Path) -> None:
     trainer(model, tmp_path, bf16=True).train()
     assert seen == [torch.bfloat16]
     assert all(not torch.equal(value, before[name]) for name, value in weights(model).items())
+
+
+@pytest.mark.parametrize("options", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": True}])
+def test_a_trainer_that_takes_the_labels_away_is_refused(options: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    function = options.pop("compute_loss_func", None)
+    run = trainer(joint(root), tmp_path, **options)
+    if function:
+        run.compute_loss_func = lambda out, labels, num_items_in_batch: out.logits.mean()
+    with pytest.raises(NoMTPLossError, match="Label smoothing"):
+        run.train()
+
+
+def test_noise_of_a_trainer_stays_on_the_models_own_embeddings(root: Path, tmp_path: Path) -> None:
+    """https://arxiv.org/abs/2310.05914, `neftune_noise_alpha`"""
+    noisy, entered = joint(root), []
+    noisy.mtp_head.depths[0].enorm.register_forward_hook(lambda _m, inputs, _o: entered.append(inputs[0]))
+    table = noisy.get_input_embeddings().weight.detach().clone()
+    trainer(noisy, tmp_path, neftune_noise_alpha=50.0).train()
+    assert entered
+    rows = entered[0].flatten(0, -2)
+    assert all(bool((table == row).all(-1).any()) or not bool(row.any()) for row in rows)
 
 
 # SFTTrainer
