@@ -15,7 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mtp_zoo.attacher import JointTraining
 
 Forward = Callable[..., Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 ADDED = ("mtp_mask", "mtp_counts")
 """Keyword arguments that a joint model's forward takes beside the model's own."""
@@ -99,6 +100,11 @@ def slotted(kind: type) -> type:
     return type(kind.__name__, (kind,), {"__setattr__": assign})
 
 
+def _skipped(function: Function) -> Function:
+    """Keep a function's own code outside of compiled graphs; what it calls may be compiled."""
+    return cast("Function", torch.compiler.disable(function, recursive=False))
+
+
 def joint_signature(original: Forward) -> inspect.Signature:
     """The original's signature with the added arguments, keyword-only; trainers choose a data set's columns by it."""
     signature = inspect.signature(original)
@@ -108,7 +114,7 @@ def joint_signature(original: Forward) -> inspect.Signature:
     return signature.replace(parameters=[*own[:last], *added, *own[last:]])
 
 
-@functools.partial(torch.compiler.disable, recursive=False)
+@_skipped
 def _run(model: Any, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], *, inner: bool) -> Any:
     control: JointTraining | None = model.__dict__.get("mtp")
     if control is None:  # an instance that was made from the class, not by attach
@@ -146,7 +152,7 @@ def _without_labels(model: Any) -> NoMTPLossError:
     )
 
 
-@functools.partial(torch.compiler.disable, recursive=False)
+@_skipped
 def _layer(
     model: Any,
     control: JointTraining,

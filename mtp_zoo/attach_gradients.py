@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class _FirstStep:
 
 
 @torch.no_grad()
-def _problems(parameters: dict[str, Tensor], *, finite: bool) -> list[str]:
+def _problems(parameters: Mapping[str, Tensor], *, finite: bool) -> list[str]:
     problems: list[str] = []
     for name, parameter in parameters.items():
         if parameter.grad is None:

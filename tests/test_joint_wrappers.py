@@ -162,6 +162,7 @@ AFTER: dict[str, Wrap] = {
 
 REFUSED_AFTER: dict[str, tuple[Wrap, type[Exception], str]] = {
     "cpu_offload": (offloaded, AttachError, "offloaded"),
+    "disk_offload": (on_disk, AttachError, "offloaded"),
     "PEFT": (with_adapters, AttachError, "get_peft_model"),
 }
 
@@ -376,4 +377,5 @@ def test_the_page_lists_every_wrapper() -> None:
         before, after = drawn.pop(name)
         assert (before == "trains") == (name in BEFORE)
         assert after.startswith("trains") == (name in AFTER)
+        assert after.startswith("`AttachError`") == (name in REFUSED_AFTER)
     assert all(name.split()[0] in {"DDP", "FSDP2"} for name in drawn)
