@@ -105,6 +105,11 @@ def _skipped(function: Function) -> Function:
     return cast("Function", torch.compiler.disable(function, recursive=False))
 
 
+def _outside(function: Function) -> Function:
+    """Keep a function, and what it calls, outside of compiled graphs."""
+    return cast("Function", torch.compiler.disable(function))
+
+
 def joint_signature(original: Forward) -> inspect.Signature:
     """The original's signature with the added arguments, keyword-only; trainers choose a data set's columns by it."""
     signature = inspect.signature(original)
@@ -130,7 +135,7 @@ def _run(model: Any, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
         return _layer(model, control, call, run, args, kwargs, inner=inner)
 
 
-@torch.compiler.disable
+@_outside
 def _call(
     model: Any, control: JointTraining, named: Mapping[str, Any], mask: Tensor | None, counts: Tensor | None
 ) -> JointCall | None:
@@ -178,7 +183,7 @@ def _layer(
         return _finish(model, control, call, named, out)
 
 
-@torch.compiler.disable
+@_outside
 def _finish(model: Any, control: JointTraining, call: JointCall, named: Mapping[str, Any], out: Any) -> Any:
     if call.hidden is None:
         raise AttachError(
@@ -214,7 +219,7 @@ def _names(forward: Forward) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-@torch.compiler.disable
+@_outside
 def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's arguments by name."""
     return {**dict(zip(_names(type(model).forward), args, strict=False)), **kwargs}

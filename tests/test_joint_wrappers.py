@@ -21,6 +21,7 @@ from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.state import AcceleratorState
 from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 import mtp_zoo as mz
 from mtp_zoo.attach_batch import CACHES, token_batch
@@ -104,26 +105,23 @@ def patched_instance(model: Any, _: Path) -> Any:
 
 
 def patched_class(model: Any, _: Path) -> Any:
-    kind = type(model)
-    own = kind.forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return own(self, *args, **kwargs)
-
-    kind.forward = forward
-    return model
+    return replaced_forward(type(model), model)
 
 
 def patched_original(model: Any, _: Path) -> Any:
     """As Liger does: the class of transformers, whatever the model's class is."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5
+    return replaced_forward(Qwen3_5ForCausalLM, model)
 
-    own = modeling_qwen3_5.Qwen3_5ForCausalLM.forward
+
+def replaced_forward(kind: Any, model: Any) -> Any:
+    """The class's forward replaced by another that does the same, without what `attach` put in front of it."""
+    own = Qwen3_5ForCausalLM.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.ran = True
         return own(self, *args, **kwargs)
 
-    modeling_qwen3_5.Qwen3_5ForCausalLM.forward = forward
+    kind.forward = forward
     return model
 
 
@@ -179,8 +177,6 @@ def table(wrappers: dict[str, Wrap]) -> list[Any]:
 @contextmanager
 def restored() -> Iterator[None]:
     """Undo what a row does to classes, to accelerate and to dynamo."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
-
     own = Qwen3_5ForCausalLM.forward
     joint = mz.attacher.joint_class(Qwen3_5ForCausalLM)
     slot = vars(joint)["forward"]
@@ -220,6 +216,19 @@ def test_a_model_that_is_wrapped_after_trains_its_head(
         run = AFTER[name](model, tmp_path)
         assert_trained_alike(step(model, batch, run), expected)
         assert_trained_alike(step(mz.attach(load_model(root)), batch), expected)
+
+
+@pytest.mark.parametrize("wrap", [patched_class, patched_original])
+def test_a_forward_that_replaces_that_of_a_class_is_the_one_that_runs(
+    wrap: Wrap, root: Path, batch: dict[str, Tensor], tmp_path: Path
+) -> None:
+    with restored():
+        first = mz.attach(load_model(root))
+        step(first, batch)
+        wrap(first, tmp_path)
+        for model in (first, mz.attach(load_model(root))):
+            step(model, batch)
+            assert model.ran
 
 
 @pytest.mark.parametrize("name", REFUSED_AFTER)
