@@ -95,7 +95,7 @@ def slotted(kind: type) -> type:
         if name == "forward" and not isinstance(value, ForwardSlot):
             function = value
             value = ForwardSlot(lambda: function)
-        kind.__setattr__(cls, name, value)
+        cast("Any", kind).__setattr__(cls, name, value)
 
     return type(kind.__name__, (kind,), {"__setattr__": assign})
 
