@@ -6,8 +6,9 @@
     model.save_pretrained(place)                    # trunk and head, under the names that engines read
 
 The model stays the object that it was. Its class becomes a subclass of the same name, whose `forward` adds the MTP loss
-where labels (or `mtp_mask`) are given, and is the original's otherwise; generation is untouched. The head is the submodule
-`mtp_head`, so that optimisers and wrappers see it; `model.mtp` says how it is trained.
+where labels (or `mtp_mask`) are given. Calls of evaluation without them, and generation, are the original's; a training call
+without them raises, since it would leave the head behind (`model.mtp.paused()` for steps that train the model alone). The head
+is the submodule `mtp_head`, so that optimisers and wrappers see it; `model.mtp` says how it is trained.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def attach(
 
     Returns:
         `model`. Its forward takes `mtp_mask` (raw learn mask [batch, seq], for steps without labels) and `mtp_counts`
-        (from `step_counts`) besides. With `num_items_in_batch`, as Trainer passes it, each depth's sum is divided by it.
+        (from `step_counts`) besides; a training call that brings neither labels nor a mask raises `NoMTPLossError`. With
+        `num_items_in_batch`, as Trainer passes it, each depth's sum is divided by it.
 
     Raises:
         AttachError: the model has a head already, is no causal language model whose final norm can be tapped, or has

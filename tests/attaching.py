@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +17,9 @@ from tests.tiny import tiny_config, tiny_tensors, write_checkpoint
 
 SAME_SUM = 1e-5
 """Relative to the largest entry: one sum in another order, FP32 (9e-7 seen)."""
+
+SAME_LOSS = 1e-6
+"""The same FP32 sums, by way of another graph."""
 
 SHIFTED = "labels[..., 1:]"
 
@@ -74,3 +78,14 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def clone(values: dict[str, Any]) -> dict[str, Any]:
     """The same batch, so that a call can't change it for the next."""
     return copy.deepcopy(values)
+
+
+def step(model: Any, batch: dict[str, Tensor], run: Any = None) -> tuple[float, float, dict[str, Tensor]]:
+    out = (model if run is None else run)(**batch)
+    out.loss.backward()
+    return out.loss.item(), out.mtp_loss.item(), gradients(model.mtp_head)
+
+
+def assert_trained_alike(found: Any, expected: Any) -> None:
+    assert found[:2] == pytest.approx(expected[:2], rel=SAME_LOSS)
+    assert_same(found[2], expected[2])
