@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mtp_zoo as mz
+from mtp_zoo.attach_gradients import HeadGradientWarning
 from mtp_zoo.errors import ParallelError
 from mtp_zoo.objective import DETACH
 from tests.parallel.batches import distance
@@ -89,3 +91,29 @@ def test_a_joint_step_on_two_ranks_is_that_of_one_process(
 def test_an_lm_head_that_is_sharded_by_itself_is_not_lent_with_its_gradient(rank: dict[tuple[str, str], Any]) -> None:
     """The gathered weight's gradient would stay this rank's own, and nothing would say so."""
     assert "FSDP2 would not reduce the gradient" in rank[REFUSED]
+
+
+def _first_steps(rank: int) -> dict[str, list[list[str]]]:
+    """What the first step warns of under each wrapper: as it is, and where a gradient of the head was taken away."""
+    ids = torch.randint(2, 1000, (2, 24), generator=torch.Generator().manual_seed(rank))
+    found: dict[str, list[list[str]]] = {}
+    for wrap, cleared in itertools.product(("ddp", "fsdp"), (False, True)):
+        model = joint_model(DETACH, untied=False)
+        run = DistributedDataParallel(model) if wrap == "ddp" else shard(model, apart=False)
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+        run(input_ids=ids, labels=ids).loss.backward()
+        if cleared:
+            model.mtp_head.depths[0].eh_proj.weight.grad = None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", HeadGradientWarning)
+            optimiser.step()
+        found.setdefault(wrap, []).append([str(w.message) for w in caught if w.category is HeadGradientWarning])
+    return found
+
+
+@pytest.mark.slow
+def test_the_first_step_on_ranks_names_missing_gradients_and_no_others(tmp_path: Path) -> None:
+    for found in on_ranks(_first_steps, tmp_path):
+        for plain, cleared in found.values():
+            assert plain == []
+            assert [text.partition(", ")[2] for text in cleared] == ["depths.0.eh_proj.weight: no gradient"]
