@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from mtp_zoo.acceptance_report import LONGEST_LOOP, AcceptanceReport, PromptResult, ends_in_loop
+from mtp_zoo.arguments import FLAG, LIST, TARGET, Rule, checked, instance, is_whole, whole
 from mtp_zoo.batch import TokenBatch
 from mtp_zoo.corrections import corrected
 from mtp_zoo.errors import AcceptanceError
@@ -37,6 +38,24 @@ REPLAY_BATCH = 64
 """Prompts a pass of `replay`; its states are held at once, its logits a row at a time."""
 
 
+IDS = Rule(
+    "a list or tuple of token ids",
+    lambda value: LIST.accepts(value) and all(is_whole(each) and each >= 0 for each in value),
+)
+ARGUMENTS = {
+    "target": TARGET,
+    "head": instance("a DraftHead", DraftHead),
+    "prompts": Rule(
+        "a list of prompts, each a list of at least one token id",
+        lambda value: LIST.accepts(value) and bool(value) and all(bool(each) and IDS.accepts(each) for each in value),
+    ),
+    "k": whole(least=1),
+    "max_new_tokens": whole(least=1),
+    "eos": IDS,
+}
+
+
+@checked("Measuring acceptance", error=AcceptanceError, **ARGUMENTS, check=FLAG, batch_size=whole(least=1))
 @torch.no_grad()
 def speculate(
     target: Any,
@@ -65,7 +84,6 @@ def speculate(
     Raises:
         AcceptanceError: no prompts, an empty prompt, or a k, length or batch size below 1.
     """
-    _check(prompts, k, max_new_tokens, batch_size)
     results: list[PromptResult] = []
     with progress("Drafting and verifying", total=len(prompts)) as advance, _evaluating(target, head) as verifier:
         for start in range(0, len(prompts), batch_size):
@@ -78,6 +96,7 @@ def speculate(
     return AcceptanceReport(k, tuple(results))
 
 
+@checked("Measuring acceptance", error=AcceptanceError, **ARGUMENTS)
 @torch.no_grad()
 def replay(
     target: Any,
@@ -92,7 +111,6 @@ def replay(
 
     Prompts of equal length share passes. The arguments are those of `speculate`; its numeric ties are not reproduced.
     """
-    _check(prompts, k, max_new_tokens)
     results: dict[int, PromptResult] = {}
     with progress("Replaying drafts", total=len(prompts)) as advance, _evaluating(target, head) as verifier:
         for group in _passes(prompts):
@@ -176,16 +194,6 @@ def _cut(tokens: Sequence[int], length: int, eos: Sequence[int]) -> tuple[int, .
     """At most `length` tokens, up to and with the first end-of-sequence."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
     return tuple(tokens[: min(end, length)])
-
-
-def _check(prompts: Sequence[Sequence[int]], k: int, max_new_tokens: int, batch_size: int = 1) -> None:
-    empty = [number for number, prompt in enumerate(prompts) if len(prompt) == 0]
-    if not prompts or empty or min(k, max_new_tokens, batch_size) < 1:
-        raise AcceptanceError(
-            f"Measuring acceptance: expected prompts of at least one token, k >= 1, max_new_tokens >= 1 and batch_size >= 1; "
-            f"got {len(prompts)} prompts (empty: {empty}), k={k}, max_new_tokens={max_new_tokens}, batch_size={batch_size}.",
-            remedy="Give prompts and positive lengths.",
-        )
 
 
 __all__ = [

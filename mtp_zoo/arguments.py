@@ -101,12 +101,7 @@ PATH = Rule(
     lambda value: isinstance(value, (str, os.PathLike)) and bool(os.fspath(value)) and "\0" not in str(value),
 )
 LIST = Rule("a list or tuple", lambda value: isinstance(value, Sequence) and not isinstance(value, (str, bytes)))
-SEVERAL = Rule(
-    "an iterable of names, not one name",
-    lambda value: (
-        isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and type(value).__name__ != "Tensor"
-    ),
-)
+SEVERAL = Rule("an iterable of names, not one name", lambda value: _is_several(value))
 MAPPING = Rule("a mapping", lambda value: isinstance(value, Mapping))
 FLOAT_DTYPE = Rule("a torch dtype for floats of at least 16 bits", lambda value: _is_float_dtype(value))
 DEVICE = Rule("a torch device or its name", lambda value: _is_device(value))
@@ -230,3 +225,10 @@ def _is_device(value: object) -> bool:
         return isinstance(value, str) and bool(torch.device(value))
     except RuntimeError:
         return False
+
+
+def _is_several(value: object) -> bool:
+    """A generator is taken unread; whatever can be read twice is."""
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)) or type(value).__name__ == "Tensor":
+        return False
+    return not isinstance(value, Collection) or all(isinstance(each, str) for each in value)

@@ -34,6 +34,16 @@ from jaxtyping import Bool, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtp_zoo.arguments import check_fields
+from mtp_zoo.batch_checks import (
+    FIELDS,
+    check_documents_of_rows,
+    checked_collated,
+    checked_labels,
+    checked_mask,
+    checked_rows,
+    checked_text,
+)
 from mtp_zoo.document_sources import find_documents
 from mtp_zoo.documents import (
     ACT,
@@ -93,6 +103,7 @@ class TokenBatch:
     placeholders: Bool[Tensor, "batch seq"] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, BatchError, **FIELDS)
         for name in ("input_ids", "learn_mask", "doc_ids", "position_ids"):
             check_shape(name, getattr(self, name), self.input_ids)
         object.__setattr__(self, "_host_copy", None if self.input_ids.device.type == "cpu" else self.to("cpu"))
@@ -101,6 +112,7 @@ class TokenBatch:
             raise BatchError(f"{ACT}: learn_mask is set on padding.", remedy="Clear it where attention_mask is 0.")
 
     @classmethod
+    @checked_labels
     def from_labels(
         cls,
         input_ids: Tensor,
@@ -154,6 +166,7 @@ class TokenBatch:
         return batch.to(input_ids.device)
 
     @classmethod
+    @checked_mask
     def from_mask(
         cls,
         input_ids: Tensor,
@@ -182,6 +195,7 @@ class TokenBatch:
         return cls(ids, learn, doc_ids, positions, marks).to(input_ids.device)
 
     @classmethod
+    @checked_collated
     def from_collated(cls, inputs: Mapping[str, Any], *, placeholder_ids: Sequence[int] = ()) -> TokenBatch:
         """A batch from what a collator of transformers or TRL gives, padded or flattened, by its own names.
 
@@ -208,17 +222,20 @@ class TokenBatch:
         )
 
     @classmethod
+    @checked_text
     def all_tokens(cls, input_ids: Tensor, attention_mask: Tensor | None = None) -> TokenBatch:
         """Plain text: every token that is not padding is to be learnt."""
         return cls.from_mask(input_ids, torch.ones_like(input_ids, dtype=torch.bool), attention_mask)
 
     @classmethod
+    @checked_rows
     def from_rows(cls, rows: Sequence[Sequence[Document]], *, length: int | None = None, pad_id: int = 0) -> TokenBatch:
         """Rows of documents laid end to end, padded on the right to `length` (default: the longest row).
 
         Raises:
             BatchError: a row that is longer than `length`, or a document whose mask has not one entry a token.
         """
+        check_documents_of_rows(rows)
         sizes = [sum(len(ids) for ids, _ in row) for row in rows]
         longest = max(sizes, default=0)
         length = longest if length is None else length
@@ -321,6 +338,12 @@ class TokenBatch:
         """
         rows = torch.arange(self.input_ids.numel()).view(self.shape)
         return [ahead(rows, depth, 0) for depth in range(1, depths + 1)]
+
+    @cached_property
+    def largest_label(self) -> int:
+        """The highest token id that is trained on; -1 where there is none. Known to the host."""
+        ids = self.host.input_ids[self.host.learn_mask]
+        return int(ids.max()) if len(ids) else -1
 
     def main_gate(self) -> Bool[Tensor, "batch seq"]:
         """Slots that the target's own next-token loss would count: token t+1 is learnt and of the same document."""

@@ -124,7 +124,7 @@ def chain_attention(
     query, key, value = _in_one_dtype(query, key, value)
     if isinstance(mtp_chain, ContextView):
         options: dict[str, Any] = {"mtp_chain": mtp_chain, "sliding_window": sliding_window, "s_aux": s_aux}
-        return context_attention(module, query, key, value, None, 0.0, scaling, **options)
+        return context_attention(module, query, key, value, attention_mask, 0.0, scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if mtp_chain is None:
         mask = cache_mask(attention_mask, query.shape[2], key.shape[2], sliding_window, query.device)

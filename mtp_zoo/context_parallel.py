@@ -84,6 +84,11 @@ class ShardedBatch(TokenBatch):
             )
         return self.depths[depth - 1]
 
+    @cached_property
+    def largest_label(self) -> int:
+        """The highest token id that is trained on from one of this rank's slots; -1 where there is none."""
+        return max(int(each.labels.max()) for each in self.host.depths)
+
     def main_gate(self) -> Bool[Tensor, "batch seq"]:
         """Slots that the target's own next-token loss would count."""
         return self.main

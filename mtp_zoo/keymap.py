@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol, TYPE_CHECKING, get_args
 
 from mtp_zoo.arguments import LIST, MAPPING, TEXT, check_fields, whole
+from mtp_zoo.arguments import Rule as ArgumentRule
 from mtp_zoo.errors import FamilyDefinitionError, HeadMismatchError
 from mtp_zoo.rules import Binding, Move, Rename, Rule, Shape, Skip, Split, Stack, claims, expand, pattern
 
@@ -91,6 +92,12 @@ class LoadPlan:
     dtypes: Mapping[str, str]
 
 
+RULES = ArgumentRule(
+    "a list or tuple of rules (Rename, Stack, Split, Skip)",
+    lambda value: LIST.accepts(value) and all(isinstance(each, get_args(Rule)) for each in value),
+)
+
+
 @dataclass(frozen=True)
 class KeyMap:
     """A family's rules, bound to one head.
@@ -118,7 +125,7 @@ class KeyMap:
         check_fields(
             self,
             FamilyDefinitionError,
-            rules=LIST,
+            rules=RULES,
             head_shapes=MAPPING,
             depths=whole(least=1),
             first_layer=whole(least=0),

@@ -71,7 +71,7 @@ Init: TypeAlias = Literal["checkpoint", "random"]
     engine=optional(one_of(*get_args(Engine))),
     trainable=some_of(GROUPS),
     revision=optional(TEXT),
-    mesh=optional(having("a DeviceMesh", "mesh_dim_names", "device_type")),
+    mesh=optional(having("a DeviceMesh", "device_type")),
 )
 def load_head(
     source: str | Path,

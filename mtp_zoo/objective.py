@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 import torch
 from jaxtyping import Float
@@ -181,6 +181,22 @@ class MTPObjective(nn.Module):
                 ObjectiveError,
             )
 
+    def _nothing(self, hidden: Tensor) -> MTPOutput:
+        """The output for a batch without slots: loss 0, and gradients of exactly 0."""
+        empty = (parameter.flatten()[:0].float().sum() for parameter in self.head.trainable_parameters())
+        loss = torch.stack([hidden.float().sum(), *empty]).sum()
+        return MTPOutput(loss, MTPStats.none(self.depths, hidden.device))
+
+    def _check_labels(self, tokens: TokenBatch) -> None:
+        shared = self.head.shared
+        entries = shared.rule.vocab_size or cast("Tensor", shared.lm_head.weight).shape[0]
+        if tokens.largest_label >= entries:
+            raise ObjectiveError(
+                f"Computing the loss: expected labels below {entries}, the vocabulary of the target's lm_head, got "
+                f"{tokens.largest_label}.",
+                remedy="Tokenise with the target's tokenizer, or resize the target's embeddings before the head is attached.",
+            )
+
     def forward(
         self,
         tokens: TokenBatch,
@@ -198,6 +214,9 @@ class MTPObjective(nn.Module):
             ObjectiveError: `target_states` took the states at another tap, or `step_counts` are of other depths.
         """
         check_tap(hidden, self.head.spec)
+        self._check_labels(tokens)
+        if not tokens.input_ids.numel():
+            return self._nothing(hidden)
         hidden = hidden.detach() if "backbone" in self.detach else hidden
         states = self.head(
             tokens,

@@ -26,7 +26,7 @@ from mtp_zoo.head import DraftDepth, DraftHead
     "Sharding a head",
     error=ParallelError,
     head=instance("a DraftHead", DraftHead),
-    mesh=optional(having("a DeviceMesh", "mesh_dim_names", "device_type")),
+    mesh=optional(having("a DeviceMesh", "device_type")),
 )
 def shard_head(head: DraftHead, mesh: Any = None, *, mp_policy: Any = None) -> DraftHead:
     """Shard a head in place with FSDP2, each depth's block as a group, and what is left as one of the head's own.

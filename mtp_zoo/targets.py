@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mtp_zoo.arguments import checked, having, instance
 from mtp_zoo.batch import PADDING, TokenBatch
 from mtp_zoo.corrections import corrected
 from mtp_zoo.errors import FamilyDefinitionError, ObjectiveError
@@ -20,6 +21,12 @@ TAP = "mtp_zoo_tap"
 """Attribute of a tensor that says at which tap its states were taken."""
 
 
+@checked(
+    "Computing target states",
+    target=having("a transformers model", "get_input_embeddings", "config"),
+    tokens=instance("a TokenBatch", TokenBatch),
+    spec=instance("a HeadSpec", HeadSpec),
+)
 @torch.no_grad()
 def target_states(target: Any, tokens: TokenBatch, spec: HeadSpec) -> Float[Tensor, "batch seq hidden"]:
     """The target's state of every token, under the family's tap; zero on padding. The result remembers its tap.

@@ -279,7 +279,9 @@ def test_a_source_of_another_shape_is_refused_by_name(name: str) -> None:
 
 
 def test_ids_without_a_batch_axis_are_refused() -> None:
-    with pytest.raises(BatchError, match=r"expected input_ids \[batch, seq\] = \[3\]"):
+    with pytest.raises(
+        BatchError, match=r"input_ids: expected a tensor of whole numbers \[batch, seq\], got a Tensor \[3\]"
+    ):
         TokenBatch.all_tokens(torch.arange(3))
 
 

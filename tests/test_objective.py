@@ -308,3 +308,65 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
     for found, metrics in ranks:
         assert_same(found, expected)
         assert metrics == pytest.approx(expected_metrics, rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0), (0, 0)])
+def test_a_batch_without_slots_has_loss_0_and_gradients_of_0(shape: tuple[int, int]) -> None:
+    head = tiny_head()
+    tokens = TokenBatch.all_tokens(torch.zeros(shape, dtype=torch.int64))
+    out = MTPObjective(head, depths=2)(tokens, torch.zeros(*shape, HIDDEN))
+    out.loss.backward()
+    assert out.loss.item() == 0.0
+    assert out.metrics["mtp/slots_1"] == 0
+    assert all(not grad.any() for grad in gradients(head).values())
+    assert gradients(head).keys() == {name for name, p in head.named_parameters() if p.requires_grad}
+
+
+def test_a_label_outside_the_vocabulary_is_refused() -> None:
+    tokens, hidden = batch(documents(6))
+    objective = MTPObjective(tiny_head(), depths=1, loss="ce")
+    beyond = TokenBatch.all_tokens(tokens.input_ids.clone().index_fill_(1, torch.tensor([4]), VOCAB))
+    with pytest.raises(ObjectiveError, match=f"expected labels below {VOCAB}, .* got {VOCAB}"):
+        objective(beyond, hidden)
+    prompt = TokenBatch.from_mask(beyond.input_ids, beyond.input_ids < VOCAB)
+    assert prompt.largest_label < VOCAB
+
+
+def test_counts_of_another_number_of_depths_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    tokens, hidden = batch(documents(6))
+    for counts in (torch.ones(1), torch.ones(3), torch.tensor(4.0)):
+        with pytest.raises(ObjectiveError, match=r"expected step_counts of shape \[2\]"):
+            MTPObjective(tiny_head(), depths=2)(tokens, hidden, step_counts=counts)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"beta": -0.6}, "beta"),
+        ({"beta": math.nan}, "beta"),
+        ({"beta": math.inf}, "beta"),
+        ({"beta": -1, "depths": 2}, "beta"),
+        ({"weights": [1.0, math.nan, 1.0]}, "depth weights"),
+        ({"weights": [0.0, 0.0, 0.0]}, "depth weights"),
+        ({"depths": 2.5}, "depths"),
+        ({"depths": True}, "depths"),
+        ({"detach": "backbone"}, "detach"),
+        ({"detach": False}, "detach"),
+        ({"rollout": "chian"}, "rollout"),
+        ({"loss": {"ce": math.inf}}, "'ce'"),
+        ({"loss": 3}, "loss"),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_named_before_anything_runs(
+    options: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the tests' own type checks
+    with pytest.raises(ObjectiveError, match=name):
+        MTPObjective(tiny_head(), **options)
+
+
+def test_large_betas_do_not_overflow() -> None:
+    assert MTPObjective(tiny_head(), depths=3, beta=1e200).weights == [0.0, 1e-200, 1.0]
+    assert MTPObjective(tiny_head(), depths=3, beta=0).weights == [1.0, 0.0, 0.0]

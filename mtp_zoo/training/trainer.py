@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
+from mtp_zoo.arguments import FLAG, checked, instance
 from mtp_zoo.batch import PADDING, TokenBatch
 from mtp_zoo.checkpoint import CheckpointIndex
-from mtp_zoo.errors import ObjectiveError
+from mtp_zoo.errors import ObjectiveError, SettingsError
 from mtp_zoo.exporter import check_export, export
 from mtp_zoo.head import DraftHead
 from mtp_zoo.loader import load_head
@@ -55,6 +56,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PROJECT = "mtp-zoo"
 
 
+@checked("Training a head", error=SettingsError, config=instance("a TrainConfig", TrainConfig), resume=FLAG)
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """Train the head of a checkpoint on its frozen target, and export it.
 
