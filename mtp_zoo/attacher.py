@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from mtp_zoo.arguments import PATH, checked, either, instance, number, one_of, optional, some_of, whole
 from mtp_zoo.attach_call import add_tap, paused
 from mtp_zoo.attach_forward import ForwardSlot, slotted
 from mtp_zoo.attach_peft import JointAdapter, adapter_class, base_model, load_adapter_head
@@ -142,6 +143,15 @@ class JointTraining:
         return f"JointTraining(mode={self._mode!r}, {loss})"
 
 
+@checked(
+    "Attaching a head",
+    error=AttachError,
+    head=optional(either(PATH, instance("a DraftHead", DraftHead))),
+    depths=whole(least=1),
+    mtp_lambda=optional(number(least=0)),
+    detach=some_of(DETACH),
+    mode=one_of(*get_args(Mode)),
+)
 def attach(
     model: Any,
     head: DraftHead | str | Path | None = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from mtp_zoo.arguments import LIST, MAPPING, TEXT, check_fields, whole
 from mtp_zoo.arguments import Rule as ArgumentRule

@@ -248,6 +248,11 @@ CALLS: dict[str, Call] = {
         mz.resolve, lambda w: {"names": ["model.norm.weight"], "config": w.head.config}, {"family": ("none",)}
     ),
     "target_states": Call(mz.target_states, lambda w: {"target": w.model, "tokens": w.tokens, "spec": w.head.spec}),
+    "attach": Call(
+        mz.attach,
+        lambda w: {"model": w.model},
+        {"head": ("none",), "mtp_lambda": ("none", "zero", "fraction"), "detach": ("empty list",)},
+    ),
     "train": Call(mz.train, lambda _: {"config": None}, {"resume": tuple(BAD)}),
     "register": Call(mz.register, lambda w: {"family": w.head.family}),
     "get_family": Call(mz.get_family, lambda w: {"name": "qwen3_5"}),
