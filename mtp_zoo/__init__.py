@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mtp_zoo.checkpoint import CheckpointIndex
     from mtp_zoo.context_layout import pad_documents
     from mtp_zoo.context_parallel import ShardedBatch, split
+    from mtp_zoo.detacher import detach
     from mtp_zoo.diagnosis.examination import doctor
     from mtp_zoo.diagnosis.finding import Diagnosis, Finding
     from mtp_zoo.draft_module import DraftModule
@@ -71,6 +72,7 @@ _HOME = {
     "TrainConfig": "training.config",
     "Verification": "verification",
     "attach": "attacher",
+    "detach": "detacher",
     "doctor": "diagnosis.examination",
     "export": "exporter",
     "gather_head": "parallel",
@@ -124,6 +126,7 @@ __all__ = [
     "Verification",
     "__version__",
     "attach",
+    "detach",
     "doctor",
     "export",
     "gather_head",

@@ -108,3 +108,10 @@ class Tap:
 def add_tap(model: Any) -> None:
     """Put the tap on the model's final norm."""
     language_model(model).norm.register_forward_hook(Tap(model))
+
+
+def remove_tap(model: Any) -> None:
+    """Take the tap off the model's final norm."""
+    hooks = language_model(model).norm._forward_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, Tap)]:
+        del hooks[key]

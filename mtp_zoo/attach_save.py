@@ -49,7 +49,8 @@ class JointSaving:
         push_to_hub: bool = False,
         **options: Any,
     ) -> None:
-        """Write trunk and head as one checkpoint, in the dtypes that they have in memory.
+        """Write trunk and head as one checkpoint, in the dtypes that they have in memory; FP32 master weights of a head that
+        `attach` loaded are written in the trunk's dtype (`model.mtp.saved_like_trunk`).
 
         Args:
             save_directory: made where it does not exist; weights that an earlier save left in it are replaced.
@@ -98,7 +99,8 @@ def _with_head(stage: Path, head: DraftHead, tensors: Mapping[str, Tensor], mode
     base, out = stage / "trunk", stage / "whole"
     stored = head_of_tensors(head, tensors or head.state_dict(), ModelConfig.read(base))
     training = {"mode": model.mtp.mode, "mtp_lambda": model.mtp.mtp_lambda, "depths": model.mtp.objective.depths}
-    export(stored, base, out, dtype=_float_dtype(stored), training=training)
+    dtype = model.get_output_embeddings().weight.dtype if model.mtp.saved_like_trunk else _float_dtype(stored)
+    export(stored, base, out, dtype=dtype, training=training)
     return out
 
 

@@ -40,6 +40,14 @@ def add_state_hooks(model: Any) -> None:
     model.register_load_state_dict_pre_hook(_to_module_names)
 
 
+def remove_state_hooks(model: Any) -> None:
+    """Take away what `add_state_hooks` put there."""
+    for hooks in (model._state_dict_hooks, model._load_state_dict_pre_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "hook", hook) in (_to_native_names, _to_module_names):
+                del hooks[key]
+
+
 def bindings_of(head: DraftHead) -> tuple[Binding, ...]:
     """The stored layout that the head came in, at its own place."""
     return key_map(head).layout(like=head.origin.bindings if hasattr(head, "origin") else ())

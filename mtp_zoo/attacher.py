@@ -13,19 +13,20 @@ is the submodule `mtp_head`, so that optimisers and wrappers see it; `model.mtp`
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from mtp_zoo.arguments import PATH, checked, either, instance, number, one_of, optional, some_of, whole
-from mtp_zoo.attach_call import add_tap, paused
-from mtp_zoo.attach_forward import ForwardSlot, slotted
-from mtp_zoo.attach_peft import JointAdapter, adapter_class, base_model, load_adapter_head
-from mtp_zoo.attach_save import JointSaving
+import torch
+
+from mtp_zoo.arguments import FLOAT_DTYPE, PATH, checked, either, instance, number, one_of, optional, some_of, whole
+from mtp_zoo.attach_call import add_tap, paused, trains
+from mtp_zoo.attach_class import joint_class
+from mtp_zoo.attach_peft import JointAdapter, adapter_class, base_model, check_adapter, load_adapter_head
 from mtp_zoo.attach_state import HEAD, add_state_hooks
-from mtp_zoo.corrections import correct_target
+from mtp_zoo.corrections import correct_target, latent_norms
+from mtp_zoo.ddp_parameters import check_reduced
 from mtp_zoo.errors import AttachError
 from mtp_zoo.head import DraftHead
 from mtp_zoo.loader import load_head
@@ -46,12 +47,19 @@ class JointTraining:
     Attributes:
         objective: the MTP objective, over the head.
         last: loss (without a graph) and sums of the last call that computed an MTP loss.
+        model: the joint model.
+        epsilons: what the model's latent norms had before `attach`.
+        saved_like_trunk: whether `save_pretrained` writes the head in the trunk's dtype instead of its own.
     """
 
-    def __init__(self, model: Any, objective: MTPObjective, given: float | None) -> None:
+    def __init__(
+        self, model: Any, objective: MTPObjective, given: float | None, *, saved_like_trunk: bool = False
+    ) -> None:
         self.objective = objective
+        self.model = model
+        self.epsilons = [norm.variance_epsilon for norm in latent_norms(model)]
+        self.saved_like_trunk = saved_like_trunk
         self.last: MTPOutput | None = None
-        self._model = model
         self._given = given
         self._configured = configured_lambda(model.config.to_dict())
         self._mode: Mode = "joint"
@@ -82,7 +90,7 @@ class JointTraining:
                 f"Choosing what to train: expected one of {get_args(Mode)}, got {value!r}.", remedy="Name one of them."
             )
         if value != self._mode:
-            trunk = {n: p for n, p in self._model.named_parameters() if not n.startswith(f"{HEAD}.")}
+            trunk = {n: p for n, p in self.model.named_parameters() if not n.startswith(f"{HEAD}.")}
             if value == "mtp_only":
                 self._trained = {name: parameter.requires_grad for name, parameter in trunk.items()}
             for name, parameter in trunk.items():
@@ -110,9 +118,10 @@ class JointTraining:
         """Look whether the head still stands beside `model` as `attach` left it; borrow replaced embeddings again.
 
         Raises:
-            AttachError: the head is frozen, adapters were put into it, or `model` is a replica.
+            AttachError: `model` is a replica; in training also: the head is frozen, adapters were put into it, or DDP does not
+                reduce every gradient.
         """
-        if model is not self._model:
+        if model is not self.model:
             raise AttachError(
                 "Training the head: the model is a replica, made by nn.DataParallel or by a shallow copy; expected the one "
                 "that the head was attached to.",
@@ -121,7 +130,8 @@ class JointTraining:
         head = self.objective.head
         names = [name for name, _ in head.named_parameters()]
         inside = [name for name in names if ".lora_" in name or ".base_layer." in name]
-        if inside or not any(parameter.requires_grad for parameter in head.parameters()):
+        training = trains(model)
+        if inside or (training and not any(parameter.requires_grad for parameter in head.parameters())):
             raise AttachError(
                 "Training the head: "
                 + (f"adapters were put into it ({inside[0]})." if inside else "none of its parameters takes gradients.")
@@ -133,6 +143,8 @@ class JointTraining:
                 "Training the head: its weights are offloaded; expected on a device; gradients would reach copies.",
                 remedy="Offload or dispatch the model first and call mz.attach(model, ...) on the result.",
             )
+        if training:
+            check_reduced()
         shared = head.shared
         if (shared.embedding, shared.lm_head) != (model.get_input_embeddings(), model.get_output_embeddings()):
             head.attach(model)
@@ -151,6 +163,7 @@ class JointTraining:
     mtp_lambda=optional(number(least=0)),
     detach=some_of(DETACH),
     mode=one_of(*get_args(Mode)),
+    head_dtype=optional(FLOAT_DTYPE),
 )
 def attach(
     model: Any,
@@ -161,6 +174,7 @@ def attach(
     mtp_lambda: float | None = None,
     detach: Collection[Cut] = DETACH,
     mode: Mode = "joint",
+    head_dtype: torch.dtype | None = None,
     **objective_options: Any,
 ) -> Any:
     """Put an MTP head beside a transformers causal language model, to be trained in one step with it.
@@ -170,12 +184,15 @@ def attach(
             It is changed in place: see the module. Norms of latent attention get the epsilon that engines use
             (`correct_target`).
         head: None loads what the model's own checkpoint ships; a path loads from there (a checkpoint, or the folder of a
-            saved adapter); a `DraftHead` is taken as it is. The head keeps its dtype: `head.float()` before training
-            gives FP32 master weights, without which steps smaller than BF16 can hold are lost.
-        depths, loss: see `MTPObjective`. The default trains depth 1 towards the text.
+            saved adapter); a `DraftHead` is taken as it is, on its device and in its dtype.
+        depths, loss: see `MTPObjective`. The default trains depth 1 towards the text. `agreement`, which costs the target's
+            logits, is off unless it is asked for or a loss compares with the target.
         mtp_lambda: weight of the MTP loss; None takes the config's, else 0.2, and 1 in `mtp_only`.
         detach: which paths from the MTP loss into the model are cut: `backbone`, `embedding`, `lm_head`; default all.
-        mode: see `Mode`; `model.mtp.mode` changes it later.
+        mode: see `Mode`; `model.mtp.mode` changes it later. Under DDP, wrap the model again after that.
+        head_dtype: dtype of a head that is loaded here. None gives FP32 master weights, whatever the model's dtype, since
+            steps smaller than BF16 resolves are lost in a BF16 head; it is then saved in the trunk's dtype. It is loaded onto
+            the device of the model's final norm.
         objective_options: further arguments of `MTPObjective`.
 
     Returns:
@@ -185,7 +202,8 @@ def attach(
 
     Raises:
         AttachError: the model has a head already, is no causal language model whose final norm can be tapped, or has
-            adapters in its embedding or lm_head; or the mode or the reduction is none that exists here.
+            adapters in its embedding or lm_head; the head is attached to another model; or the mode, the head's dtype or the
+            reduction is none that exists here. The model is then as it was.
         HeadError, CheckpointError: the head can't be loaded, or does not fit.
         ObjectiveError: the objective can't be computed as asked.
 
@@ -195,26 +213,42 @@ def attach(
         >>> out.loss.backward(); print(model.mtp, out.metrics)                                       # doctest: +SKIP
     """
     base = base_model(model)
-    _refuse(base, objective_options)
-    head = _head(base, head)
-    head.attach(base)
-    correct_target(base)
-    objective = MTPObjective(head, depths=depths, loss=loss, detach=detach, **objective_options)
-    setattr(base, HEAD, head)
-    base.mtp = JointTraining(base, objective, mtp_lambda)
-    base.__class__ = joint_class(type(base))
-    add_state_hooks(base)
-    add_tap(base)
-    if any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
-        head.gradient_checkpointing_enable()
-    base.mtp.mode = mode
+    _refuse(base, head, head_dtype, objective_options)
+    if model is not base and isinstance(head, (str, Path)):
+        check_adapter(model, head)
+    own = head if isinstance(head, DraftHead) else _load(base, head, head_dtype or torch.float32)
+    with own.borrowing(base):  # all that can fail comes before the model changes
+        objective = MTPObjective(own, depths=depths, loss=loss, detach=detach, **objective_options)
+        if "agreement" not in objective_options and all(set(mix) == {"ce"} for mix in objective.mixes):
+            objective.agreement = False
+        control = JointTraining(base, objective, mtp_lambda, saved_like_trunk=own is not head and head_dtype is None)
+    _join(base, own, control)
+    control.mode = mode
     if model is not base:
         model.__class__ = adapter_class(type(model))
     return model
 
 
-def _refuse(base: Any, options: Mapping[str, Any]) -> None:
+def _join(base: Any, head: DraftHead, control: JointTraining) -> None:
+    head.attach(base)
+    correct_target(base)
+    setattr(base, HEAD, head)
+    base.mtp = control
+    base.__class__ = joint_class(type(base))
+    add_state_hooks(base)
+    add_tap(base)
+    if any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
+        head.gradient_checkpointing_enable()
+
+
+def _refuse(base: Any, head: Any, head_dtype: Any, options: Mapping[str, Any]) -> None:
     problems: list[str] = []
+    if isinstance(head, DraftHead) and head_dtype is not None:
+        problems.append("head_dtype: a DraftHead keeps its own; call head.to(dtype) before")
+    if isinstance(head, DraftHead) and head.target is not None and getattr(head.target, HEAD, None) is head:
+        problems.append(
+            f"the head is attached to another {type(head.target).__name__}; call mz.detach on that one first"
+        )
     if hasattr(base, HEAD):
         problems.append("it has an MTP head already")
     if options.get("reduction", "global") == "micro_batch":
@@ -235,39 +269,17 @@ def _refuse(base: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-def _head(base: Any, head: DraftHead | str | Path | None) -> DraftHead:
-    if isinstance(head, DraftHead):
-        return head
+def _load(base: Any, head: str | Path | None, dtype: torch.dtype) -> DraftHead:
     source = head or base.config._name_or_path
     if not source:
         raise AttachError(
             f"Attaching a head: none was given, and the {type(base).__name__} does not say what it was loaded from.",
             remedy="Pass a head from load_head, or the path of the checkpoint that ships it.",
         )
-    return load_adapter_head(source, base.config._name_or_path) or load_head(source)
-
-
-class _Joint(JointSaving):
-    """What a joint model's class has in front of its original."""
-
-    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        """As for the trunk; the head recomputes whole depths, since a layer alone does not see the state of the chain."""
-        super()._set_gradient_checkpointing(enable, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-        head: DraftHead = getattr(self, HEAD)
-        for module in head.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                setattr(module, "gradient_checkpointing", False)  # noqa: B010 - nn.Module declares tensors only
-        head.gradient_checkpointing_enable(enable)
-
-
-@functools.cache
-def joint_class(original: type) -> type:
-    """The class of a joint model; one for each class that models have, of the same name."""
-    own = {
-        "forward": ForwardSlot(lambda: original.forward),  # pyright: ignore[reportAttributeAccessIssue]
-        **{name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")},
-    }
-    return slotted(type(original))(original.__name__, (_Joint, original), own)
+    device = language_model(base).norm.weight.device
+    device = torch.device("cpu") if device.type == "meta" else device
+    beside = load_adapter_head(source, base.config._name_or_path)
+    return load_head(source, dtype=dtype, device=device) if beside is None else beside.to(device, dtype)
 
 
 __all__ = ["SFT_LAMBDA", "JointAdapter", "JointTraining", "Mode", "attach", "joint_class"]

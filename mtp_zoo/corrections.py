@@ -25,6 +25,13 @@ def _latent_norms(layer: Any) -> list[Any]:
     return [norm for norm in found if norm is not None]
 
 
+def latent_norms(target: Any) -> list[Any]:
+    """The norms of latent attention in a whole transformers model, from the first layer to the last."""
+    from mtp_zoo.shared import language_model
+
+    return [norm for layer in getattr(language_model(target), "layers", ()) for norm in _latent_norms(layer)]
+
+
 def correct_target(target: Any) -> None:
     """Let a whole transformers model norm its latents as the engines that will serve it do, for good; see `latent_norm_eps`.
 
@@ -43,12 +50,9 @@ def corrected(target: Any) -> Generator[None]:
     """Run a block under `correct_target`, and give the norms the epsilon back that they had.
 
     `target_states`, `speculate` and `replay` run so: a model that was handed in computes the states that engines will, and
-    stays as it is. `attach` and `train` correct the model that they train on for good.
+    stays as it is. `train` corrects the model that it trains on for good, and `attach` until `detach`.
     """
-    from mtp_zoo.shared import language_model
-
-    layers = getattr(language_model(target), "layers", ())
-    norms = [norm for layer in layers for norm in _latent_norms(layer)]
+    norms = latent_norms(target)
     before = [norm.variance_epsilon for norm in norms]
     correct_target(target)
     try:

@@ -141,6 +141,11 @@ class DraftHead(nn.Module):
             )
         return self._shared
 
+    @property
+    def target(self) -> Any:
+        """The transformers model that embedding and lm_head are borrowed from, while it lives; else None."""
+        return None if self._shared is None else self._shared.target
+
     def attach(self, target: Any) -> DraftHead:
         """Borrow embedding and lm_head from a transformers model or from `SharedTensors`; returns the head.
 

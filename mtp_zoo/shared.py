@@ -90,6 +90,11 @@ class SharedTensors:
         return shared
 
     @property
+    def target(self) -> Any:
+        """The transformers model that they are of, while it lives; None for tensors without one."""
+        return None if self._target is None else self._target()
+
+    @property
     def embedding(self) -> nn.Module:
         """The module that embeds tokens, as the target has it now.
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import mtp_zoo as mz
@@ -134,3 +134,17 @@ def test_adapters_in_what_the_head_borrows_are_refused(root: Path) -> None:
     with pytest.raises(AttachError, match="fit") as caught:
         mz.attach(model)
     assert "embedding: adapters are in it" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys:UserWarning")
+def test_an_adapter_saved_under_another_prefix_is_refused_by_name(root: Path, tmp_path: Path) -> None:
+    adapted(root).save_pretrained(tmp_path)
+    place = tmp_path / "adapter_model.safetensors"
+    moved = {name.replace(".model.layers.", ".model.language_model.layers."): v for name, v in load_file(place).items()}
+    save_file(moved, place, metadata={"format": "pt"})
+    model = PeftModel.from_pretrained(load_model(root), tmp_path)
+    with pytest.raises(HeadMismatchError) as caught:
+        mz.attach(model, tmp_path)
+    unknown = [problem for problem in caught.value.problems if "unknown to the model" in problem]
+    assert len(unknown) == len(moved) == len(caught.value.problems) - len(unknown)
+    assert not hasattr(model.get_base_model(), "mtp_head")

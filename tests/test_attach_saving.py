@@ -90,7 +90,7 @@ def test_a_trunk_alone_leaves_the_head_as_it_is(root: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_save_holds_trunk_and_head_bit_for_bit(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", tied=tied, dtype=dtype)
-    model = changed(base)
+    model = changed(base, head_dtype=dtype)
     model.save_pretrained(tmp_path / "out")
     assert mz.load_head(tmp_path / "out", target=model).origin.dtypes["depths.0.eh_proj.weight"] == (
         "F32" if dtype == torch.float32 else "BF16"
@@ -101,7 +101,7 @@ def test_a_save_holds_trunk_and_head_bit_for_bit(tied: bool, dtype: torch.dtype,
     assert same(found, state, found)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
     assert same(plain, state, plain)
-    again = joint(tmp_path / "out").state_dict()
+    again = joint(tmp_path / "out", head_dtype=dtype).state_dict()
     assert again.keys() == state.keys()
     assert same(again, state, state)
 
@@ -120,7 +120,8 @@ def test_a_head_keeps_its_own_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", RUNNABLE)
 def test_every_form_of_head_is_kept(family: str, tmp_path: Path) -> None:
     base = write(tmp_path / "base", plain_form(family))
-    model = mz.attach(AutoModelForCausalLM.from_pretrained(base, dtype="auto").train())
+    alone = AutoModelForCausalLM.from_pretrained(base, dtype="auto").train()
+    model = mz.attach(alone, head_dtype=alone.dtype)
     tokens = ids(2, 7) % 60
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert all(p.grad is not None for p in model.mtp_head.trainable_parameters())

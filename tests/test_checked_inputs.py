@@ -251,8 +251,14 @@ CALLS: dict[str, Call] = {
     "attach": Call(
         mz.attach,
         lambda w: {"model": w.model},
-        {"head": ("none",), "mtp_lambda": ("none", "zero", "fraction"), "detach": ("empty list",)},
+        {
+            "head": ("none",),
+            "mtp_lambda": ("none", "zero", "fraction"),
+            "detach": ("empty list",),
+            "head_dtype": ("none",),
+        },
     ),
+    "detach": Call(mz.detach, lambda w: {"model": w.model}),
     "train": Call(mz.train, lambda _: {"config": None}, {"resume": tuple(BAD)}),
     "register": Call(mz.register, lambda w: {"family": w.head.family}),
     "get_family": Call(mz.get_family, lambda w: {"name": "qwen3_5"}),

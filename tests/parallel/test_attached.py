@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mtp_zoo as mz
 from mtp_zoo.attach_gradients import HeadGradientWarning
-from mtp_zoo.errors import ParallelError
+from mtp_zoo.errors import AttachError, ParallelError
 from mtp_zoo.objective import DETACH
 from tests.parallel.batches import distance
 from tests.parallel.ranks import on_ranks
@@ -117,3 +117,42 @@ def test_the_first_step_on_ranks_names_missing_gradients_and_no_others(tmp_path:
         for plain, cleared in found.values():
             assert plain == []
             assert [text.partition(", ")[2] for text in cleared] == ["depths.0.eh_proj.weight: no gradient"]
+
+
+def switched(rank: int, *, wrap_again: bool) -> float:
+    """How far a rank's trunk gradient in `joint` is from the mean, under a wrapper that was made in `mtp_only`."""
+    model = joint_model(DETACH, untied=False)
+    model.mtp.mode = "mtp_only"
+    ids = torch.randint(2, 1000, (2, 24), generator=torch.Generator().manual_seed(rank))
+    run = DistributedDataParallel(model)
+    run(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad()
+    model.mtp.mode = "joint"
+    run = DistributedDataParallel(model) if wrap_again else run
+    run(input_ids=ids, labels=ids).loss.backward()
+    own = model.model.layers[0].mlp.up_proj.weight.grad
+    mean = own.clone()
+    torch.distributed.all_reduce(mean)
+    return float((mean / 2 - own).norm() / own.norm())
+
+
+def _switches(rank: int) -> tuple[str, float]:
+    try:
+        return str(switched(rank, wrap_again=False)), switched(rank, wrap_again=True)
+    except AttachError as error:
+        return str(error), switched(rank, wrap_again=True)
+
+
+@pytest.fixture(scope="module")
+def switches(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, float]]:
+    return on_ranks(_switches, tmp_path_factory.mktemp("switch"))
+
+
+@pytest.mark.slow
+def test_a_mode_that_is_switched_under_ddp_is_refused(switches: list[tuple[str, float]]) -> None:
+    assert all("gradients of the others would not be reduced" in refusal for refusal, _ in switches)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_wrapped_again_trains_equally_on_all_ranks(switches: list[tuple[str, float]]) -> None:
+    assert max(apart for _, apart in switches) < EQUAL
