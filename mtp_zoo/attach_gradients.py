@@ -70,6 +70,11 @@ class _FirstStep:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._seen: set[str] = set()
 
+    @property
+    def head(self) -> DraftHead | None:
+        """The head, while it lives."""
+        return self._head()
+
     def check(self, optimizer: Optimizer, held: set[int]) -> list[str]:
         """What is wrong with the head's tensors in this optimiser, whose parameters have the ids `held`."""
         model, head = self._model(), self._head()
@@ -104,3 +109,9 @@ def _problems(parameters: Mapping[str, Tensor], *, finite: bool) -> list[str]:
         if not bool(grad.isfinite().all()):
             problems.append(f"{name}: a gradient that is not finite")
     return problems
+
+
+def forget_first_step(head: DraftHead) -> None:
+    """Drop the check of a head that no longer trains with its model."""
+    _WATCHED.discard(head)
+    _PENDING[:] = [watch for watch in _PENDING if watch.head is not head]

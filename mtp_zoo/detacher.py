@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtp_zoo.attach_call import remove_tap
+from mtp_zoo.attach_gradients import forget_first_step
 from mtp_zoo.attach_peft import JointAdapter, base_model
 from mtp_zoo.attach_state import HEAD, remove_state_hooks
 from mtp_zoo.corrections import latent_norms
@@ -39,6 +40,7 @@ def detach(model: Any) -> DraftHead:
         norm.variance_epsilon = epsilon
     remove_tap(base)
     remove_state_hooks(base)
+    forget_first_step(control.objective.head)
     base.__class__ = original_class(type(base))
     delattr(base, HEAD)
     del base.mtp

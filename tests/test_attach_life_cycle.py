@@ -119,6 +119,15 @@ def test_a_wrapped_forward_stays_after_detach(root: Path) -> None:
     assert calls == [1]
 
 
+def test_a_detached_model_steps_without_a_word_of_its_head(root: Path) -> None:
+    model = joint(root)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    mz.detach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):  # HeadGradientWarning would be an error
+        optimizer.step()
+
+
 def test_detaching_what_has_no_head_is_refused(root: Path) -> None:
     with pytest.raises(AttachError, match="has none"):
         mz.detach(load_model(root))
