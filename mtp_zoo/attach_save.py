@@ -100,7 +100,7 @@ def _with_head(stage: Path, head: DraftHead, tensors: Mapping[str, Tensor], mode
     stored = head_of_tensors(head, tensors or head.state_dict(), ModelConfig.read(base))
     training = {"mode": model.mtp.mode, "mtp_lambda": model.mtp.mtp_lambda, "depths": model.mtp.objective.depths}
     dtype = model.get_output_embeddings().weight.dtype if model.mtp.saved_like_trunk else _float_dtype(stored)
-    export(stored, base, out, dtype=dtype, training=training)
+    export(stored, base, out, dtype=dtype, training=training, force=True)  # a save never loses the trunk
     return out
 
 

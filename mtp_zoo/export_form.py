@@ -137,6 +137,7 @@ def _tensors(
             brought = head.origin.dtypes[part]
             found = own.dtype if own and own.dtype in FLOAT_DTYPES else brought
             stored = stored_dtype(dtype) if dtype and head.rounds(part) else found
-            if not head.rounds(part):  # a base that holds a router's bias rounded gets it whole again
-                stored = stored_dtype(torch.promote_types(torch_dtype(stored), torch_dtype(brought)))
+            if not head.rounds(part):  # never lower than it was stored anywhere, nor than what is asked for
+                widest = torch.promote_types(torch_dtype(stored), torch_dtype(brought))
+                stored = stored_dtype(torch.promote_types(widest, dtype or widest))
             yield HeadTensor(name, stored, shape, torch_dtype(stored).itemsize * torch.Size(shape).numel())

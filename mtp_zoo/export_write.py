@@ -12,6 +12,7 @@ import torch
 
 from mtp_zoo.card import write_card
 from mtp_zoo.checkpoint import INDEX_NAME, CheckpointIndex, TensorReader, torch_dtype
+from mtp_zoo.export_changes import Changes
 from mtp_zoo.export_plan import CARD_NAME, PROVENANCE_NAME, ExportPlan, ShardPlan
 from mtp_zoo.index_file import encode_index
 from mtp_zoo.keymap import native_tensors
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Written:
-    """What was written of the head: the sha256 of each tensor, and the names of those that kept the base's FP8 bytes."""
+    """What was written of the head: the sha256 of each tensor, the names of those that kept the base's FP8 bytes, and what
+    the export changes."""
 
     digests: dict[str, str] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
+    changes: Changes = field(default_factory=Changes)
 
 
 def write_files(
@@ -52,9 +55,8 @@ def write_files(
             overlay.rewrite(shard.name, _shorter(shard, reader))
     for path in plan.others if others else ():
         overlay.copy(index.root / path, path)
-    overlay.write(
-        plan.head_file, _head_bytes(plan, _stored_tensors(plan, weights, reader, written.kept), written.digests)
-    )
+    stored = written.changes.watch(_stored_tensors(plan, weights, reader, written.kept), index)
+    overlay.write(plan.head_file, _head_bytes(plan, stored, written.digests))
     return written
 
 

@@ -21,6 +21,7 @@ import torch
 from mtp_zoo.arguments import FLAG, FLOAT_DTYPE, MAPPING, PATH, checked, having, optional
 from mtp_zoo.checkpoint import CheckpointIndex, torch_dtype
 from mtp_zoo.errors import ExportError
+from mtp_zoo.export_changes import kept_wider
 from mtp_zoo.export_check import check_output
 from mtp_zoo.export_form import head_form, quantized_base
 from mtp_zoo.export_plan import ExportPlan, plan_export
@@ -63,6 +64,8 @@ class ExportReport:
         tensors_cast: head tensors that were stored as floats of another dtype than they have in memory.
         tensors_encoded: head tensors that were stored as FP8, encoded anew because they were changed.
         tensors_kept: head tensors that were stored as FP8 in the base's own bytes, because they were not.
+        tensors_unchanged: stored tensors of the head, scales included, that the base has with the same bytes.
+        tensors_changed: those that it has with others, or in another form.
         notices: what the reader has to know before the checkpoint is served, in words.
     """
 
@@ -77,6 +80,8 @@ class ExportReport:
     tensors_cast: int
     tensors_encoded: int
     tensors_kept: int
+    tensors_unchanged: int
+    tensors_changed: int
     notices: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -97,6 +102,7 @@ class ExportReport:
     copy=FLAG,
     dtype=optional(FLOAT_DTYPE),
     training=optional(MAPPING),
+    force=FLAG,
 )
 def export(
     head: DraftHead,
@@ -107,6 +113,7 @@ def export(
     copy: bool = False,
     dtype: torch.dtype | None = None,
     training: Mapping[str, Any] | None = None,
+    force: bool = False,
 ) -> ExportReport:
     """Write `base` with `head` in place of its own head, if it has one, as a new checkpoint.
 
@@ -133,6 +140,7 @@ def export(
             by tensor, what the base or, where the base lacks the tensor, the checkpoint of the head stores. A head that was
             loaded from FP8 counts as BF16 where the base lacks one.
         training: what `mtp_zoo.json` shall say of the training; must be JSON.
+        force: export a head that holds a NaN or an infinity, too; the report's notices name its tensors.
 
     Raises:
         CheckpointError: the base is not whole.
@@ -147,7 +155,9 @@ def export(
     """
 
     def write(weights: Mapping[str, torch.Tensor]) -> ExportReport:
-        return export_weights(head, weights, base, out, in_place=in_place, copy=copy, dtype=dtype, training=training)
+        return export_weights(
+            head, weights, base, out, in_place=in_place, copy=copy, dtype=dtype, training=training, force=force
+        )
 
     return on_first_rank(head, f"Exporting the {head.family.name} head", write)
 
@@ -162,6 +172,7 @@ def export_weights(
     copy: bool = False,
     dtype: torch.dtype | None = None,
     training: Mapping[str, Any] | None = None,
+    force: bool = False,
 ) -> ExportReport:
     """`export` with the numbers taken from `weights`; of `head`, only shapes and dtypes are looked at.
 
@@ -169,17 +180,17 @@ def export_weights(
         head: says what is exported; its tensors may be sharded or on the meta device.
         weights: canonical name -> whole tensor, asked for while the head's shard is written: names come in the order of the
             plan, and each may be asked for more than once.
-        base, out, in_place, copy, dtype, training: see `export`.
+        base, out, in_place, copy, dtype, training, force: see `export`.
 
     Raises:
         see `export`.
     """
     if in_place:
         with owned(own_directory(base)):
-            return _write(
-                prepare(head, base, out, in_place=True, copy=copy, dtype=dtype, training=training), head, weights
-            )
-    return _write(prepare(head, base, out, copy=copy, dtype=dtype, training=training), head, weights)
+            job = prepare(head, base, out, in_place=True, copy=copy, dtype=dtype, training=training)
+            return _write(job, head, weights, force=force)
+    job = prepare(head, base, out, copy=copy, dtype=dtype, training=training)
+    return _write(job, head, weights, force=force)
 
 
 @dataclass(frozen=True)
@@ -192,6 +203,7 @@ class Job:
         out: the goal, which is the base's own root in place.
         in_place, copy: as asked for.
         facts: what the provenance says besides the head.
+        wider: head tensors that must not be rounded, with the dtype in which they are stored instead of the one asked for.
     """
 
     index: CheckpointIndex
@@ -201,6 +213,7 @@ class Job:
     in_place: bool
     copy: bool
     facts: Mapping[str, Any]
+    wider: Mapping[str, str]
 
     @property
     def gone(self) -> set[str]:
@@ -239,10 +252,10 @@ def prepare(
     form = head_form(head, bindings, index, quantized_base(index, site, dtype), dtype)
     plan = plan_export(index, site, bindings, form)
     goal = index.root if out is None else _plain_path(out)
-    return Job(index, site, plan, goal, in_place, copy, facts)
+    return Job(index, site, plan, goal, in_place, copy, facts, kept_wider(head, plan, dtype))
 
 
-def _write(job: Job, head: DraftHead, weights: Mapping[str, torch.Tensor]) -> ExportReport:
+def _write(job: Job, head: DraftHead, weights: Mapping[str, torch.Tensor], *, force: bool) -> ExportReport:
     plan, index = job.plan, job.index
     place = updating(job.out, job.gone) if job.in_place else staging(job.out)
     try:
@@ -252,6 +265,8 @@ def _write(job: Job, head: DraftHead, weights: Mapping[str, torch.Tensor]) -> Ex
             Overlay(partial, link=not job.copy, advance=advance) as overlay,
         ):
             written = write_files(overlay, plan, weights, index, others=not job.in_place)
+            if not force:
+                written.changes.refuse_not_finite()
             write_texts(overlay, index.config, texts(plan, head, index.config, written.digests, job.facts))
             check_output(partial, plan, index, job.site, head.num_depths, written.digests, overlay.shared)
     except OSError as error:
@@ -268,13 +283,16 @@ def _write(job: Job, head: DraftHead, weights: Mapping[str, torch.Tensor]) -> Ex
         tensors_cast=_casts(plan, head),
         tensors_encoded=len(plan.form.quantized) - len(written.kept),
         tensors_kept=len(written.kept),
-        notices=notices(job, head),
+        tensors_unchanged=len(written.changes.unchanged),
+        tensors_changed=len(written.changes.changed),
+        notices=(*notices(job, head), *written.changes.notices(head, plan)),
     )
 
 
 def notices(job: Job, head: DraftHead) -> tuple[str, ...]:
     """What the reader has to know before the checkpoint is served."""
-    return (*job.plan.patch.notices, *_grafted(head, job.index))
+    wider = (f"{name} is stored as {dtype}: it must not be rounded" for name, dtype in job.wider.items())
+    return (*job.plan.patch.notices, *wider, *_grafted(head, job.index))
 
 
 def _bytes(plan: ExportPlan) -> int:

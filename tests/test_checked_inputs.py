@@ -108,7 +108,7 @@ def decoding(world: World) -> dict[str, Any]:
     return {"target": world.model, "head": world.head, "prompts": [[1, 2]], "k": 1, "max_new_tokens": 1}
 
 
-OUT = {"out": ("typo",), "in_place": (), "copy": ("true",), "dtype": ("none",)}
+OUT = {"out": ("typo",), "in_place": (), "force": ("true",), "copy": ("true",), "dtype": ("none",)}
 CALLS: dict[str, Call] = {
     "MTPObjective": Call(
         mz.MTPObjective,

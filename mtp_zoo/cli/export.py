@@ -55,6 +55,7 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell which files would be linked and written, and write nothing.")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Export a head that holds a NaN or an infinity, too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write base + head as one checkpoint. Files without head tensors are hard-linked, and the base is never touched, unless
@@ -78,4 +79,5 @@ def command(
     from mtp_zoo.loader import load_head
 
     loaded = load_head(head or base, revision=revision)
-    show_report(export(loaded, base, out, in_place=in_place, copy=copy, dtype=chosen), as_json=as_json)
+    report = export(loaded, base, out, in_place=in_place, copy=copy, dtype=chosen, force=force)
+    show_report(report, as_json=as_json)
