@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mtp_zoo.spec import HeadSpec, PerEngine
     from mtp_zoo.stats import MTPStats
     from mtp_zoo.targets import target_states
+    from mtp_zoo.trainer_integration import trainer_class
     from mtp_zoo.training.config import TrainConfig
     from mtp_zoo.training.trainer import train
     from mtp_zoo.verification import Verification, verify
@@ -93,6 +94,7 @@ _HOME = {
     "step_counts": "objective",
     "target_states": "targets",
     "train": "training.trainer",
+    "trainer_class": "trainer_integration",
     "verify": "verification",
 }
 
@@ -147,6 +149,7 @@ __all__ = [
     "step_counts",
     "target_states",
     "train",
+    "trainer_class",
     "verify",
 ]
 

@@ -203,6 +203,7 @@ def _finish(model: Any, control: JointTraining, call: JointCall, named: Mapping[
         return with_mtp_gradient(out, control.mtp_lambda * result.loss, metrics)
     has_loss = named.get("labels") is not None and not (control.mode == "mtp_only" and model.training)
     joint = control.mode == "joint"
+    control.own_loss = (out[0] if isinstance(out, tuple) else out.loss).detach() if has_loss else None
     return with_mtp(out, result.loss, control.mtp_lambda, metrics, has_loss=has_loss, joint=joint, keys=model.training)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+from torch import Tensor
 
 from mtp_zoo.arguments import FLOAT_DTYPE, PATH, checked, either, instance, number, one_of, optional, some_of, whole
 from mtp_zoo.attach_call import add_tap, paused, trains
@@ -47,6 +48,7 @@ class JointTraining:
     Attributes:
         objective: the MTP objective, over the head.
         last: loss (without a graph) and sums of the last call that computed an MTP loss.
+        own_loss: the model's own loss in that call, without a graph; None where it computed none.
         model: the joint model.
         epsilons: what the model's latent norms had before `attach`.
         saved_like_trunk: whether `save_pretrained` writes the head in the trunk's dtype instead of its own.
@@ -60,6 +62,7 @@ class JointTraining:
         self.epsilons = [norm.variance_epsilon for norm in latent_norms(model)]
         self.saved_like_trunk = saved_like_trunk
         self.last: MTPOutput | None = None
+        self.own_loss: Tensor | None = None
         self._given = given
         self._configured = configured_lambda(model.config.to_dict())
         self._mode: Mode = "joint"

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import Trainer
 
 import mtp_zoo as mz
 from mtp_zoo.errors import MTPZooError
@@ -259,6 +260,7 @@ CALLS: dict[str, Call] = {
         },
     ),
     "detach": Call(mz.detach, lambda w: {"model": w.model}),
+    "trainer_class": Call(mz.trainer_class, lambda _: {"original": Trainer}),
     "train": Call(mz.train, lambda _: {"config": None}, {"resume": tuple(BAD)}),
     "register": Call(mz.register, lambda w: {"family": w.head.family}),
     "get_family": Call(mz.get_family, lambda w: {"name": "qwen3_5"}),
