@@ -43,6 +43,8 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/bytes_read.py
 	$(BIN)/python benchmarks/load_memory.py
 	$(BIN)/python benchmarks/chain_rollout.py
+	$(BIN)/python benchmarks/hot_path.py
+	$(BIN)/python benchmarks/host_syncs.py
 	$(BIN)/python benchmarks/chunked_loss.py
 	$(BIN)/python benchmarks/step_growth.py
 	$(BIN)/python benchmarks/step_vs_speculators.py --install

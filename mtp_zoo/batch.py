@@ -110,6 +110,7 @@ class TokenBatch:
         check_documents(self.host.doc_ids)
         if bool((self.host.learn_mask & (self.host.doc_ids == PADDING)).any()):
             raise BatchError(f"{ACT}: learn_mask is set on padding.", remedy="Clear it where attention_mask is 0.")
+        _ = self.largest_label  # read now, from the host's copy, and not while a step runs
 
     @classmethod
     @checked_labels
@@ -341,9 +342,9 @@ class TokenBatch:
 
     @cached_property
     def largest_label(self) -> int:
-        """The highest token id that is trained on; -1 where there is none. Known to the host."""
-        ids = self.host.input_ids[self.host.learn_mask]
-        return int(ids.max()) if len(ids) else -1
+        """The highest token id that is trained on; less than 0 where there is none. Known to the host."""
+        ids = torch.where(self.host.learn_mask, self.host.input_ids, IGNORED)
+        return int(ids.max()) if ids.numel() else IGNORED
 
     def main_gate(self) -> Bool[Tensor, "batch seq"]:
         """Slots that the target's own next-token loss would count: token t+1 is learnt and of the same document."""

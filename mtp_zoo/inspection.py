@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ class Inspection:
         tensors: the head's tensors.
         shared: role -> name, file and dtype of the tensors it borrows, and whether embedding and lm_head are tied.
         copies: tensors of the head that repeat one of the target's, compared with it where that was asked for.
-        loads: whether `load_head` would succeed.
+        loads: whether `load_head` would succeed, with what the head borrows from its target.
         problems: everything that is wrong, in words; those that stop a load first.
         header_bytes: bytes read.
     """
@@ -111,7 +112,7 @@ def inspect(source: str | Path, *, copies: bool = False, revision: str | None = 
         tensors=tuple(scoped),
         shared=shared,
         copies=compared,
-        loads=not notes,
+        loads=not notes and not missing,
         problems=tuple(dict.fromkeys([*notes, *problems])),
         header_bytes=index.header_bytes,
     )
@@ -135,6 +136,24 @@ def _compared(index: CheckpointIndex, site: HeadSite) -> dict[str, Comparison]:
     return compare_copies(index, site, scoped, TensorReader(index), whole=True)
 
 
+def _told(entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    return {
+        role: {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "file": e.file} for role, e in entries.items()
+    }
+
+
+def _present(index: CheckpointIndex, family: Family) -> dict[str, TensorEntry]:
+    """What is there of the tensors that a head borrows, where not all of them are."""
+    target = family.target
+    candidates = {
+        "embedding": [prefix + target.embedding for prefix in target.prefixes],
+        "lm_head": target.lm_head,
+        "final_norm": [prefix + target.final_norm for prefix in target.prefixes],
+    }
+    found = {role: next((n for n in names if n in index.entries), None) for role, names in candidates.items()}
+    return {role: index.entries[name] for role, name in found.items() if name is not None}
+
+
 def _shared(index: CheckpointIndex, family: Family) -> tuple[dict[str, Any], list[str]]:
     from mtp_zoo.shared import shared_names
 
@@ -142,9 +161,7 @@ def _shared(index: CheckpointIndex, family: Family) -> tuple[dict[str, Any], lis
         names = shared_names(index, family)
         entries = dict(zip(names, index.require(names.values()), strict=True))
     except MTPZooError as error:
-        return {}, [error.message, *map(str, error.problems)]
-    shared: dict[str, Any] = {
-        role: {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "file": e.file} for role, e in entries.items()
-    }
+        return _told(_present(index, family)), [error.message, *map(str, error.problems)]
+    shared = _told(entries)
     shared["tied"] = names["embedding"] == names["lm_head"]
     return shared, []

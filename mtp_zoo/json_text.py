@@ -60,6 +60,23 @@ def parse_json(raw: bytes, *, unique: bool = False) -> Any:
     return value
 
 
+FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+"""Numbers that JSON has not, as transformers writes them into config.json: {"__float__": "Infinity"}."""
+
+
+def decode_floats(value: Any) -> Any:
+    """Return a JSON value with transformers' spelling of numbers that JSON has not as floats.
+
+    Example: {"limit": {"__float__": "Infinity"}} is {"limit": inf}.
+    """
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        if table.keys() == {"__float__"} and table["__float__"] in FLOATS:
+            return FLOATS[table["__float__"]]
+        return {name: decode_floats(inner) for name, inner in table.items()}
+    return [decode_floats(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
 def _refuse_halves(value: Any) -> None:
     """Half of a surrogate pair in a name would end every message that prints it."""
     try:

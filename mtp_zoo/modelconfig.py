@@ -9,11 +9,12 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mtp_zoo.errors import ModelConfigError
-from mtp_zoo.json_text import parse_object, read_bounded
+from mtp_zoo.json_text import decode_floats, parse_object, read_bounded
 
 NESTED_KEY = "text_config"
 CONFIG_LIMIT = 1 << 24
@@ -71,11 +72,15 @@ class ModelConfig:
 
     @property
     def text(self) -> Mapping[str, Any]:
-        """The language model's own fields; where nested, the outer dtype and tie flag fill gaps."""
+        """The language model's own fields, numbers decoded; where nested, the outer dtype and tie flag fill gaps."""
         if not self.is_nested:
-            return self.raw
+            return self._decoded
         outer = {key: self.raw[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in self.raw}
-        return {**outer, **self.raw[NESTED_KEY]}
+        return {**outer, **self._decoded[NESTED_KEY]}
+
+    @cached_property
+    def _decoded(self) -> Mapping[str, Any]:
+        return decode_floats(dict(self.raw))
 
     @property
     def model_types(self) -> tuple[str, ...]:

@@ -181,3 +181,23 @@ def test_a_field_is_written_where_it_was_and_what_is_written_reads_back(
     assert patched == expected
     assert config(patched).count(FIELD) == 2
     assert json.dumps(raw) == before
+
+
+def test_numbers_that_json_has_not_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    """transformers writes an infinite limit as an object; the file keeps it."""
+    spelled = {"__float__": "Infinity"}
+    raw = {
+        "model_type": "x",
+        "limit": spelled,
+        "rope_parameters": {"low": [{"__float__": "-Infinity"}]},
+        "own": {"__float__": 1},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    config = ModelConfig.read(tmp_path)
+    assert config.text["limit"] == float("inf")
+    assert config.text["rope_parameters"] == {"low": [float("-inf")]}
+    assert config.text["own"] == {"__float__": 1}
+    assert config.raw == raw
+    assert config.with_value("more", 1)["limit"] == spelled
+    nested = ModelConfig({"text_config": raw, "dtype": "bfloat16"}, tmp_path / "config.json")
+    assert nested.text["limit"] == float("inf")

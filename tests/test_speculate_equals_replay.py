@@ -178,5 +178,5 @@ def test_they_are_left_as_they_were_where_it_raises(measure: Any, monkeypatch: p
 
 def test_a_batch_size_below_one_is_refused() -> None:
     target, head = pair(FULL_ATTENTION)
-    with pytest.raises(AcceptanceError, match="batch_size=0"):
+    with pytest.raises(AcceptanceError, match="batch_size: expected a whole number >= 1, got 0"):
         speculate(target, head, prompts(), k=1, max_new_tokens=1, batch_size=0)

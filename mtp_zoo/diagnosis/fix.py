@@ -208,7 +208,8 @@ def _declare(mending: Mending, subject: Subject) -> None:
         patch = plan_patch(subject.index, modules, floats)
         content = dict(patch.config or content)
         mending.texts |= {name: _json(side) for name, side in patch.files.items()}
-        done = [f"{name}: float modules of the head listed" for name in ("config.json", *patch.files)]
+        changed = [name for name in ("config.json",) if content != config.raw] + list(patch.files)
+        done = [f"{name}: float modules of the head listed" for name in changed]
     if count is not None and site.family.count_field is not None:
         content = ModelConfig(content, config.path).with_value(site.family.count_field, count)
         done.append(f"config.json: {site.family.count_field} set to {count}")

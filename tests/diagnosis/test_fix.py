@@ -34,6 +34,7 @@ from tests.diagnosis.cases import (
     with_file,
 )
 from tests.exporting import index_of, same, snapshot, stored, train
+from tests.tiny import tiny_config, tiny_tensors, write_checkpoint
 
 FIXED = [name for name, case in CASES.items() if case.fixed]
 LEFT = [n for n, case in CASES.items() if not case.fixed and not case.base and case.also.isdisjoint(FIXED)]
@@ -195,3 +196,16 @@ def test_a_count_is_raised_and_never_lowered(tmp_path: Path) -> None:
     assert fixed(few) == ("config.json: mtp_num_hidden_layers set to 3",)
     assert ids(few) == []
     assert fixed(many) == ()
+
+
+def test_a_list_that_can_not_be_completed_is_not_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a scheme's list has no place for a module, nothing is written, and nothing is claimed."""
+    from mtp_zoo.diagnosis import fix as fixing
+    from mtp_zoo.quant_patch import QuantPatch
+
+    root = write_checkpoint(tmp_path / "base", tiny_config(), tiny_tensors(tiny_config()))
+    before = (root / "config.json").read_bytes()
+    monkeypatch.setattr(fixing, "quantized_by", lambda *_: {"vllm": ["mtp.fc"]})
+    monkeypatch.setattr(fixing, "plan_patch", lambda *_: QuantPatch(None, {}, ()))
+    assert not any("float modules" in line for line in fixed(root))
+    assert (root / "config.json").read_bytes() == before
