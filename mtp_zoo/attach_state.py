@@ -1,25 +1,26 @@
-"""A joint model's state dict: the head stands in it under the names that checkpoints use.
+"""A joint model's state dict: the head's names in it are those of its parameters, and checkpoints' names go in as well.
 
-    state_dict()        mtp_head.depths.0.eh_proj.weight  ->  mtp.fc.weight
-    load_state_dict()   mtp.fc.weight  ->  mtp_head.depths.0.eh_proj.weight; the module's own names are taken as well
+    state_dict()        mtp_head.depths.0.eh_proj.weight, as in named_parameters()
+    load_state_dict()   mtp.fc.weight  ->  mtp_head.depths.0.eh_proj.weight; the module's own names are taken as they are
 
-Where the head's parameters are DTensors (FSDP2), its module's names stay: torch's distributed checkpoint looks each name
-up as an attribute.
+Torch's distributed checkpoint looks every name of a state dict up as an attribute, and pairs it with the optimiser's state
+by the parameter's name. So the names that engines read are made where a checkpoint is written: see `attach_save`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from mtp_zoo.checkpoint import stored_dtype
+from mtp_zoo.errors import HeadMismatchError
 from mtp_zoo.head import DraftHead
-from mtp_zoo.keymap import Binding, to_head, to_native
+from mtp_zoo.keymap import Binding, to_head
 from mtp_zoo.loader import key_map
-from mtp_zoo.parallel import is_sharded, unsharded
+from mtp_zoo.parallel import unsharded
 
 HEAD = "mtp_head"
 """Name of the head among the model's submodules."""
@@ -35,17 +36,16 @@ class _Stored:
 
 
 def add_state_hooks(model: Any) -> None:
-    """Let the state dict of `model`, alone or inside another module, hold the head under native names."""
-    model.register_state_dict_post_hook(_to_native_names)
+    """Let `load_state_dict` of `model`, alone or inside another module, take the head under native names."""
     model.register_load_state_dict_pre_hook(_to_module_names)
 
 
 def remove_state_hooks(model: Any) -> None:
     """Take away what `add_state_hooks` put there."""
-    for hooks in (model._state_dict_hooks, model._load_state_dict_pre_hooks):
-        for key, hook in list(hooks.items()):
-            if getattr(hook, "hook", hook) in (_to_native_names, _to_module_names):
-                del hooks[key]
+    hooks = model._load_state_dict_pre_hooks
+    for key, hook in list(hooks.items()):
+        if getattr(hook, "hook", hook) is _to_module_names:
+            del hooks[key]
 
 
 def bindings_of(head: DraftHead) -> tuple[Binding, ...]:
@@ -79,29 +79,21 @@ def split_state(head: DraftHead, state: Mapping[str, Tensor]) -> tuple[dict[str,
     tensors = {name.removeprefix(f"{HEAD}."): unsharded(value) for name, value in own.items()}
     if natives:
         tensors |= canonical_tensors(head, {name: unsharded(value) for name, value in natives.items()})
+    if tensors:
+        _refuse_other_names(head, tensors)
     return trunk, tensors
 
 
-def _to_native_names(model: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    start = f"{prefix}{HEAD}."
-    found = {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
-    if not found or any(map(is_sharded, found.values())):
-        return
-    for name in found:
-        del state[start + name]
-    state.update({prefix + name: value for name, value in _natives(bindings_of(getattr(model, HEAD)), found).items()})
-
-
-def _natives(bindings: Iterable[Binding], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Native tensors: the head's own where a whole one is stored as it is, as in any state dict; else copies."""
-    out: dict[str, Tensor] = {}
-    for binding in bindings:
-        moves = binding.moves
-        if len(moves) == 1 and not moves[0].native_index and not moves[0].head_index:
-            out[moves[0].native] = tensors[moves[0].head]
-        else:
-            out |= to_native([binding], tensors)
-    return out
+def _refuse_other_names(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:
+    found, expected = set(tensors), set(head.state_dict())
+    problems = [f"{HEAD}.{name}: missing" for name in sorted(expected - found)]
+    problems += [f"{HEAD}.{name}: unexpected" for name in sorted(found - expected)]
+    if problems:
+        raise HeadMismatchError(
+            "Taking the head out of a joint model's state dict: it holds a part of the head, or more than that.",
+            remedy="Pass every tensor of the head, or none of them to take the model's own.",
+            problems=problems,
+        )
 
 
 def _to_module_names(model: Any, state: dict[str, Any], prefix: str, *_rest: Any) -> None:

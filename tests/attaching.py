@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import mtp_zoo as mz
+from mtp_zoo.attach_state import HEAD, bindings_of
 from mtp_zoo.head import DraftHead
+from mtp_zoo.keymap import to_native
 from tests.heads import VOCAB
 from tests.tiny import tiny_config, tiny_tensors, write_checkpoint
 
@@ -42,6 +44,13 @@ def load_model(root: Path) -> Any:
 def joint(root: Path, **options: Any) -> Any:
     """The model of a checkpoint with its head attached."""
     return mz.attach(load_model(root), **options)
+
+
+def native_state(model: Any) -> dict[str, Tensor]:
+    """The state dict of a joint model, its head under the names that checkpoints use."""
+    head: DraftHead = model.mtp_head
+    trunk = {name: value for name, value in model.state_dict().items() if not name.startswith(f"{HEAD}.")}
+    return {**trunk, **to_native(bindings_of(head), head.state_dict())}
 
 
 def twin(model: Any) -> tuple[Any, DraftHead]:

@@ -19,7 +19,7 @@ from mtp_zoo.attach_save import STAGING
 from mtp_zoo.checkpoint import INDEX_NAME
 from mtp_zoo.cli import app
 from mtp_zoo.errors import AttachError, ExportError, HeadMismatchError
-from tests.attaching import ids, joint, load_model, make_checkpoint
+from tests.attaching import ids, joint, load_model, make_checkpoint, native_state
 from tests.exporting import same, stored, train
 from tests.stored_forms import plain_form, write
 
@@ -27,6 +27,7 @@ RUNNABLE = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe", "qwen3_ne
 """Families beside Qwen3.5 whose trunks transformers loads into one class and runs on a CPU."""
 
 NATIVE = "mtp.fc.weight"
+OWN = "mtp_head.depths.0.eh_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -48,30 +49,31 @@ def head_files(place: Path) -> dict[str, Tensor]:
 # The state dict
 
 
-def test_the_state_dict_has_native_names_and_goes_back_in(root: Path) -> None:
+def test_the_state_dict_has_the_parameters_names_and_goes_back_in(root: Path) -> None:
     model, other = changed(root), joint(root)
     state = model.state_dict()
-    assert not [name for name in state if name.startswith("mtp_head")]
-    assert {name for name in state if name.startswith("mtp.")} == set(head_files(root))
-    assert state[NATIVE].data_ptr() == model.mtp_head.depths[0].eh_proj.weight.data_ptr()
+    assert dict(model.named_parameters(remove_duplicate=False)).keys() <= state.keys()
+    assert state[OWN].data_ptr() == model.mtp_head.depths[0].eh_proj.weight.data_ptr()
     assert other.load_state_dict(state).missing_keys == []
     assert same(other.state_dict(), state, state)
 
 
-def test_the_modules_own_names_are_taken_too(root: Path) -> None:
+def test_the_names_of_checkpoints_are_taken_too(root: Path) -> None:
     model, other = changed(root), joint(root)
-    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    assert "mtp_head.depths.0.eh_proj.weight" in named
-    other.load_state_dict(named, strict=False)
-    assert torch.equal(other.mtp_head.depths[0].eh_proj.weight, model.mtp_head.depths[0].eh_proj.weight)
+    natives = native_state(model)
+    assert {name for name in natives if name.startswith("mtp.")} == set(head_files(root))
+    assert other.load_state_dict(natives).missing_keys == []
+    assert same(other.state_dict(), model.state_dict(), model.state_dict())
+    del natives["mtp.norm.weight"]
+    with pytest.raises(HeadMismatchError, match=r"mtp\.norm\.weight"):
+        other.load_state_dict(natives, strict=False)
 
 
 def test_inside_another_module_names_get_its_prefix(root: Path) -> None:
     outer, again = torch.nn.ModuleDict({"policy": changed(root)}), torch.nn.ModuleDict({"policy": joint(root)})
-    state = outer.state_dict()
-    assert f"policy.{NATIVE}" in state
-    again.load_state_dict(state)
-    assert torch.equal(again.state_dict()[f"policy.{NATIVE}"], state[f"policy.{NATIVE}"])
+    natives = {f"policy.{name}": value for name, value in native_state(outer["policy"]).items()}
+    again.load_state_dict(natives)
+    assert torch.equal(again.state_dict()[f"policy.{OWN}"], natives[f"policy.{NATIVE}"])
 
 
 def test_a_trunk_alone_leaves_the_head_as_it_is(root: Path) -> None:
@@ -95,13 +97,13 @@ def test_a_save_holds_trunk_and_head_bit_for_bit(tied: bool, dtype: torch.dtype,
     assert mz.load_head(tmp_path / "out", target=model).origin.dtypes["depths.0.eh_proj.weight"] == (
         "F32" if dtype == torch.float32 else "BF16"
     )
-    state = model.state_dict()
+    state = native_state(model)
     found = stored(tmp_path / "out")
     assert found.keys() == state.keys() - ({"lm_head.weight"} if tied else set())
     assert same(found, state, found)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
     assert same(plain, state, plain)
-    again = joint(tmp_path / "out", head_dtype=dtype).state_dict()
+    again = native_state(joint(tmp_path / "out", head_dtype=dtype))
     assert again.keys() == state.keys()
     assert same(again, state, state)
 
@@ -174,7 +176,7 @@ def test_a_save_replaces_an_earlier_one(max_shard_size: str, root: Path, tmp_pat
     listed = set(json.loads((out / INDEX_NAME).read_text())["weight_map"].values())
     assert {path.name for path in out.glob("*.safetensors")} == listed
     assert (len(listed) > 2) == (max_shard_size == "100KB")
-    assert same(stored(out), model.state_dict(), stored(out))
+    assert same(stored(out), native_state(model), stored(out))
     assert (out / "tokenizer.json").exists()
     assert not (out / STAGING).exists()
 
@@ -182,15 +184,18 @@ def test_a_save_replaces_an_earlier_one(max_shard_size: str, root: Path, tmp_pat
 def test_what_is_passed_as_state_dict_is_what_is_saved(root: Path, tmp_path: Path) -> None:
     """As accelerate and Trainer gather it from all ranks."""
     model = joint(root)
-    state = {name: value * 2 for name, value in model.state_dict().items()}
-    model.save_pretrained(tmp_path / "out", state_dict=state)
-    assert same(stored(tmp_path / "out"), state, stored(tmp_path / "out"))
+    own = {name: value * 2 for name, value in model.state_dict().items()}
+    state = {name: value * 2 for name, value in native_state(model).items()}
+    for number, each in enumerate((own, state)):
+        model.save_pretrained(tmp_path / f"out{number}", state_dict=each)
+        assert same(stored(tmp_path / f"out{number}"), state, stored(tmp_path / f"out{number}"))
     trunk = {name: value for name, value in state.items() if not name.startswith("mtp.")}
     model.save_pretrained(tmp_path / "trunk", state_dict=trunk)
-    assert torch.equal(stored(tmp_path / "trunk")[NATIVE], model.state_dict()[NATIVE])
-    del state["mtp.norm.weight"]
-    with pytest.raises(HeadMismatchError, match=r"mtp\.norm\.weight"):
-        model.save_pretrained(tmp_path / "partial", state_dict=state)
+    assert torch.equal(stored(tmp_path / "trunk")[NATIVE], model.state_dict()[OWN])
+    del state["mtp.norm.weight"], own["mtp_head.depths.0.norm.weight"]
+    for part, says in ((state, r"mtp\.norm\.weight"), (own, r"mtp_head\.depths\.0\.norm\.weight: missing")):
+        with pytest.raises(HeadMismatchError, match=says):
+            model.save_pretrained(tmp_path / "partial", state_dict=part)
     assert not (tmp_path / "partial").exists()
 
 

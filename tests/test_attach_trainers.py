@@ -16,8 +16,8 @@ from torch import Tensor
 import mtp_zoo as mz
 from mtp_zoo.batch import IGNORED
 from mtp_zoo.errors import AttachError, NoMTPLossError
-from tests.attaching import assert_same, gradients, ids, joint, load_model, make_checkpoint, weights
-from tests.exporting import same
+from tests.attaching import assert_same, gradients, ids, joint, load_model, make_checkpoint, native_state, weights
+from tests.exporting import same, stored
 
 STEP = 1e-6
 """One step of SGD on FP32 weights, accumulated or at once: the same sums in another order (2e-7 seen)."""
@@ -273,7 +273,7 @@ def test_sft_trainer_with_adapters_saves_both(root: Path, tmp_path: Path) -> Non
 # accelerate
 
 
-def test_an_accelerate_loop_in_bf16(root: Path) -> None:
+def test_an_accelerate_loop_in_bf16(root: Path, tmp_path: Path) -> None:
     from accelerate import Accelerator
 
     model = joint(root)
@@ -291,5 +291,6 @@ def test_an_accelerate_loop_in_bf16(root: Path) -> None:
         assert isinstance(out.metrics, dict)
     assert losses[-1] < losses[0]
     unwrapped = accelerator.unwrap_model(model)
-    assert "mtp.fc.weight" in accelerator.get_state_dict(model)
+    unwrapped.save_pretrained(tmp_path / "out", state_dict=accelerator.get_state_dict(model))
+    assert same(stored(tmp_path / "out"), native_state(unwrapped), stored(tmp_path / "out"))
     assert json.dumps(unwrapped.mtp.metrics)
