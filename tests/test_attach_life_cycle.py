@@ -136,6 +136,7 @@ def test_detaching_what_has_no_head_is_refused(root: Path) -> None:
 FAILING: dict[str, dict[str, Any]] = {
     "mode": {"mode": "typo"},
     "loss": {"loss": "nonsense"},
+    "loss of a given head": {"head": "given", "loss": "nonsense"},
     "depths": {"depths": 0},
     "option": {"reduction": "micro_batch"},
     "detach": {"detach": ["layers"]},
