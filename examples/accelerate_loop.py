@@ -18,7 +18,7 @@ def main() -> None:
     out = out_folder()
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     model = AutoModelForCausalLM.from_pretrained(make(out)).train()
-    mz.attach(model)  # the one line
+    mz.attach(model, agreement=True)  # the one line
     accelerator.print(model.mtp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(rows(STEPS * ROWS), batch_size=ROWS, collate_fn=collate)

@@ -13,7 +13,7 @@ STEPS, ROWS = 100, 8
 def main() -> None:
     """Train, save a checkpoint on the way, and save trunk and head."""
     out = out_folder()
-    model = mz.attach(AutoModelForCausalLM.from_pretrained(make(out)))
+    model = mz.attach(AutoModelForCausalLM.from_pretrained(make(out)), agreement=True)
     print(model.mtp)
     history = History(model)
     arguments = TrainingArguments(

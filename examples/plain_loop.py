@@ -19,7 +19,7 @@ def main() -> None:
     """Train, and save trunk and head."""
     out = out_folder()
     model = AutoModelForCausalLM.from_pretrained(make(out)).train()
-    mz.attach(model, depths=DEPTHS)
+    mz.attach(model, depths=DEPTHS, agreement=True)
     print(model.mtp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     data = rows(STEPS * MICRO_BATCHES * ROWS)

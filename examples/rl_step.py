@@ -39,7 +39,7 @@ def main() -> None:
     """Train, compare the policy's gradient with and without the head, and save trunk and head."""
     out, tokenizer = out_folder(), make_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(make(out)).train()
-    mz.attach(model, mtp_lambda=LAMBDA, detach={"embedding", "backbone", "lm_head"})
+    mz.attach(model, mtp_lambda=LAMBDA, detach={"embedding", "backbone", "lm_head"}, agreement=True)
     print(model.mtp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     history: list[dict[str, float]] = []

@@ -19,7 +19,7 @@ def main() -> None:
     """Train, and save trunk and head."""
     out = out_folder()
     source = make(out)
-    model = mz.attach(AutoModelForCausalLM.from_pretrained(source))
+    model = mz.attach(AutoModelForCausalLM.from_pretrained(source), agreement=True)
     print(model.mtp)
     history = History(model)
     arguments = SFTConfig(

@@ -101,8 +101,20 @@ def _to_module_names(model: Any, state: dict[str, Any], prefix: str, *_rest: Any
     bare = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     natives = {name: value for name, value in bare.items() if head.site.in_scope(name)}
     if not natives:
+        _refuse_hole(head, {name.removeprefix(f"{HEAD}.") for name in bare if name.startswith(f"{HEAD}.")})
         return
     tensors = canonical_tensors(head, natives)
     for name in natives:
         del state[prefix + name]
     state.update({f"{prefix}{HEAD}.{name}": value for name, value in tensors.items()})
+
+
+def _refuse_hole(head: DraftHead, found: set[str]) -> None:
+    """Refuse a state dict with a part of the head: what is absent would keep its values, and strict=False says nothing."""
+    missing = sorted(head.state_dict().keys() - found)
+    if found and missing:
+        raise HeadMismatchError(
+            f"Loading a joint model: its state dict holds a part of the {head.family.name} head.",
+            remedy="Load the state dict of a whole joint model, or leave the head out of it.",
+            problems=[f"missing: {HEAD}.{name}" for name in missing],
+        )

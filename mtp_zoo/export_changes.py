@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -39,12 +40,12 @@ class Changes:
         """Hand on tensors as they are stored, and compare each with the base's of its name; one is held at a time."""
         reader = TensorReader(index)
         for name, value in stored:
-            if value.dtype.itemsize > 1 and not bool(torch.isfinite(value).all()):
+            if value.dtype.itemsize > 1 and value.numel() and not _is_finite(value):
                 self.not_finite.append(name)
             entry = index.entries.get(name)
             if entry is not None:
                 alike = (entry.dtype, entry.shape) == (stored_dtype(value.dtype), tuple(value.shape))
-                same = alike and torch.equal(_bytes(reader.read(entry)), _bytes(value))
+                same = alike and _is_stored(value, reader.raw(entry))
                 (self.unchanged if same else self.changed).append(name)
             yield name, value
             del value
@@ -63,9 +64,7 @@ class Changes:
         trained = {name for name, value in head.named_parameters(remove_duplicate=False) if value.requires_grad}
         natives = [name for binding in plan.bindings if trained & binding.heads.keys() for name in binding.natives]
         equal = [name for name in natives if name in set(self.unchanged)]
-        if equal and not self.changed:
-            yield "every tensor of the head is stored as in the base: nothing was trained, or rounding took it back"
-        elif equal:
+        if equal and self.changed:
             yield f"{len(equal)} trainable tensors are stored as in the base, bit for bit: {_some(equal)}"
         if self.not_finite:
             yield f"{len(self.not_finite)} tensors hold a NaN or an infinity: {_some(self.not_finite)}"
@@ -80,8 +79,19 @@ def kept_wider(head: DraftHead, plan: ExportPlan, dtype: torch.dtype | None) -> 
     return {tensor.name: tensor.dtype for tensor in plan.head if tensor.name in exact and tensor.dtype != wanted}
 
 
-def _bytes(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().reshape(-1).view(torch.uint8)
+def _is_finite(value: torch.Tensor) -> bool:
+    """A NaN is both the least and the greatest of its tensor; a mask of all entries would take as much memory again."""
+    return all(math.isfinite(float(bound)) for bound in torch.aminmax(value))
+
+
+def _is_stored(value: torch.Tensor, pieces: Iterator[bytearray]) -> bool:
+    """Compare bytes piece by piece, up to the first that differs: the base's tensor is never held whole."""
+    raw, offset = memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy()), 0
+    for piece in pieces:
+        if raw[offset : offset + len(piece)] != memoryview(piece):
+            return False
+        offset += len(piece)
+    return True
 
 
 def _some(names: list[str]) -> str:

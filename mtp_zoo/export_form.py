@@ -139,5 +139,6 @@ def _tensors(
             stored = stored_dtype(dtype) if dtype and head.rounds(part) else found
             if not head.rounds(part):  # never lower than it was stored anywhere, nor than what is asked for
                 widest = torch.promote_types(torch_dtype(stored), torch_dtype(brought))
-                stored = stored_dtype(torch.promote_types(widest, dtype or widest))
+                wider = dtype is not None and dtype.itemsize > widest.itemsize
+                stored = stored_dtype(dtype if dtype is not None and wider else widest)
             yield HeadTensor(name, stored, shape, torch_dtype(stored).itemsize * torch.Size(shape).numel())

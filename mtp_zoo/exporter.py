@@ -89,6 +89,8 @@ class ExportReport:
         lines = [
             f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}" for name, value in counts.items()
         ]
+        if self.tensors_unchanged and not self.tensors_changed:
+            lines.append("the head is the base's own, bit for bit: nothing was trained, or rounding took it back")
         return "\n".join([*lines, *(f"notice: {notice}" for notice in self.notices)])
 
 
@@ -285,7 +287,7 @@ def _write(job: Job, head: DraftHead, weights: Mapping[str, torch.Tensor], *, fo
         tensors_kept=len(written.kept),
         tensors_unchanged=len(written.changes.unchanged),
         tensors_changed=len(written.changes.changed),
-        notices=(*notices(job, head), *written.changes.notices(head, plan)),
+        notices=(*written.changes.notices(head, plan), *notices(job, head)),
     )
 
 
