@@ -86,7 +86,7 @@ def _is_finite(value: torch.Tensor) -> bool:
 
 def _is_stored(value: torch.Tensor, pieces: Iterator[bytearray]) -> bool:
     """Compare bytes piece by piece, up to the first that differs: the base's tensor is never held whole."""
-    raw, offset = memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy()), 0
+    raw, offset = value.contiguous().reshape(-1).view(torch.uint8).numpy().data, 0
     for piece in pieces:
         if raw[offset : offset + len(piece)] != memoryview(piece):
             return False
