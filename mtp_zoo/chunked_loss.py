@@ -142,8 +142,9 @@ class _Known(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *outer: Tensor
     ) -> tuple[Tensor | None, ...]:
-        factor, count = outer[0], len(ctx.saved_tensors) - len(ctx.dtypes)
-        units, grads = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # read once: checkpointing and offloading hand each tensor back a single time
+        factor, count = outer[0], len(saved) - len(ctx.dtypes)
+        units, grads = saved[:count], saved[count:]
         factors = [*[factor] * (len(grads) - count), *(unit * factor for unit in units)]
         scaled = [
             None if grad is None else (grad.to(compute_dtype(grad)) * one).to(dtype)
