@@ -42,8 +42,9 @@ class Rule:
 
 def whole(least: int, most: int | None = None) -> Rule:
     """Accept an int in a closed range; a bool is none."""
+    limits = f">= {least}" if most is None else f"from {least} to {most}"
     return Rule(
-        f"a whole number {_range(least, most)}",
+        f"a whole number {limits}",
         lambda value: is_whole(value) and least <= value and (most is None or value <= most),
     )
 
@@ -93,6 +94,9 @@ def either(*rules: Rule) -> Rule:
 
 
 TARGET = having("a transformers model", "get_input_embeddings", "get_output_embeddings", "config")
+DEPTHS = whole(least=1, most=256)
+"""Draft depths; each costs memory and a pass, and no more than a handful are of use."""
+
 INTEGER = Rule("a whole number", lambda value: is_whole(value))
 FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 TEXT = Rule("a string that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
@@ -199,10 +203,6 @@ def is_whole(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Return whether a value is a finite int or float and no bool."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _range(least: int, most: int | None) -> str:
-    return f">= {least}" if most is None else f"from {least} to {most}"
 
 
 def _is_among(value: object, values: Iterable[object]) -> bool:

@@ -80,18 +80,19 @@ def split_state(head: DraftHead, state: Mapping[str, Tensor]) -> tuple[dict[str,
     if natives:
         tensors |= canonical_tensors(head, {name: unsharded(value) for name, value in natives.items()})
     if tensors:
-        _refuse_other_names(head, tensors)
+        _refuse_other_names(head, set(tensors))
     return trunk, tensors
 
 
-def _refuse_other_names(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:
-    found, expected = set(tensors), set(head.state_dict())
+def _refuse_other_names(head: DraftHead, found: set[str]) -> None:
+    """Refuse a part of the head: what is absent would keep its values, and load_state_dict(strict=False) says nothing."""
+    expected = set(head.state_dict())
     problems = [f"{HEAD}.{name}: missing" for name in sorted(expected - found)]
     problems += [f"{HEAD}.{name}: unexpected" for name in sorted(found - expected)]
     if problems:
         raise HeadMismatchError(
-            "Taking the head out of a joint model's state dict: it holds a part of the head, or more than that.",
-            remedy="Pass every tensor of the head, or none of them to take the model's own.",
+            "Reading the head in a joint model's state dict: it holds a part of the head, or more than that.",
+            remedy="Pass every tensor of the head, or none of them to keep the model's own.",
             problems=problems,
         )
 
@@ -101,20 +102,11 @@ def _to_module_names(model: Any, state: dict[str, Any], prefix: str, *_rest: Any
     bare = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     natives = {name: value for name, value in bare.items() if head.site.in_scope(name)}
     if not natives:
-        _refuse_hole(head, {name.removeprefix(f"{HEAD}.") for name in bare if name.startswith(f"{HEAD}.")})
+        own = {name.removeprefix(f"{HEAD}.") for name in bare if name.startswith(f"{HEAD}.")}
+        if own:
+            _refuse_other_names(head, own)
         return
     tensors = canonical_tensors(head, natives)
     for name in natives:
         del state[prefix + name]
     state.update({f"{prefix}{HEAD}.{name}": value for name, value in tensors.items()})
-
-
-def _refuse_hole(head: DraftHead, found: set[str]) -> None:
-    """Refuse a state dict with a part of the head: what is absent would keep its values, and strict=False says nothing."""
-    missing = sorted(head.state_dict().keys() - found)
-    if found and missing:
-        raise HeadMismatchError(
-            f"Loading a joint model: its state dict holds a part of the {head.family.name} head.",
-            remedy="Load the state dict of a whole joint model, or leave the head out of it.",
-            problems=[f"missing: {HEAD}.{name}" for name in missing],
-        )

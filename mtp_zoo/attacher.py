@@ -21,7 +21,18 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from mtp_zoo.arguments import FLOAT_DTYPE, PATH, checked, either, instance, number, one_of, optional, some_of, whole
+from mtp_zoo.arguments import (
+    DEPTHS,
+    FLOAT_DTYPE,
+    PATH,
+    checked,
+    either,
+    instance,
+    number,
+    one_of,
+    optional,
+    some_of,
+)
 from mtp_zoo.attach_call import add_tap, paused, trains
 from mtp_zoo.attach_class import joint_class
 from mtp_zoo.attach_peft import JointAdapter, adapter_class, base_model, check_adapter, load_adapter_head
@@ -162,7 +173,7 @@ class JointTraining:
     "Attaching a head",
     error=AttachError,
     head=optional(either(PATH, instance("a DraftHead", DraftHead))),
-    depths=whole(least=1),
+    depths=DEPTHS,
     mtp_lambda=optional(number(least=0)),
     detach=some_of(DETACH),
     mode=one_of(*get_args(Mode)),

@@ -13,6 +13,9 @@ from mtp_zoo.arguments import INTEGER, LIST, MAPPING, Rule, checked, optional, r
 from mtp_zoo.documents import ACT
 from mtp_zoo.errors import BatchError
 
+LONGEST_ROW, LARGEST_ID = 2**24, 2**31 - 1
+"""Tokens in a row, and a token id; a larger one is a mistake that would be allocated first."""
+
 WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -50,7 +53,11 @@ checked_collated = checked(
     placeholder_ids=PLACEHOLDERS,
 )
 checked_rows = checked(
-    "Packing rows", error=BatchError, rows=LIST, length=optional(whole(least=0)), pad_id=whole(least=0)
+    "Packing rows",
+    error=BatchError,
+    rows=LIST,
+    length=optional(whole(least=0, most=LONGEST_ROW)),
+    pad_id=whole(least=0, most=LARGEST_ID),
 )
 FIELDS = {
     **dict.fromkeys(("input_ids", "doc_ids", "position_ids"), IDS),

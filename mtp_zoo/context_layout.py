@@ -46,7 +46,12 @@ def pick(
     return values[torch.arange(len(values), device=values.device)[:, None], slots]
 
 
-@checked("Padding documents", error=ParallelError, tokens=instance("a TokenBatch", TokenBatch), multiple=whole(least=1))
+@checked(
+    "Padding documents",
+    error=ParallelError,
+    tokens=instance("a TokenBatch", TokenBatch),
+    multiple=whole(least=1, most=2**20),
+)
 def pad_documents(tokens: TokenBatch, multiple: int) -> TokenBatch:
     """The batch with every document's room padded to a multiple, as zigzag needs it: 2 * size. Before the target's forward.
 

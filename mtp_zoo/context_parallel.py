@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mtp_zoo.arguments import checked, instance, one_of, optional, refuse, whole
+from mtp_zoo.arguments import DEPTHS, checked, instance, one_of, optional, refuse, whole
 from mtp_zoo.batch import Segment, TokenBatch
 from mtp_zoo.context_attention import ContextState, KeyPlaces
 from mtp_zoo.context_layout import Layout, gather_order, pick
@@ -205,9 +205,9 @@ class ShardedBatch(TokenBatch):
     "Splitting a batch",
     error=ParallelError,
     tokens=instance("a TokenBatch", TokenBatch),
-    depths=whole(least=1),
+    depths=DEPTHS,
     rank=optional(whole(least=0)),
-    size=optional(whole(least=1)),
+    size=optional(whole(least=1, most=2**16)),
     layout=one_of(*get_args(Layout)),
     group=optional(instance("a process group", ProcessGroup)),
 )

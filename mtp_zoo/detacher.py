@@ -30,7 +30,7 @@ def detach(model: Any) -> DraftHead:
 
     Example:
         >>> head = mz.detach(model)                                      # doctest: +SKIP
-        >>> mz.replay(head, model, ids)                                  # doctest: +SKIP
+        >>> mz.replay(model, head, prompts, k=3, max_new_tokens=64)          # doctest: +SKIP
     """
     base = base_model(model)
     _refuse(base)

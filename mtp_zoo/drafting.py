@@ -11,6 +11,7 @@ Either way this is what the rollout that trains the head computes, see `mtp_zoo.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import add
 
@@ -23,13 +24,14 @@ from mtp_zoo.ragged_cache import RaggedCache
 from mtp_zoo.rollout import default_rollout, slot_positions
 
 
-class Drafter:
+class Drafter(ABC):
     """Caches of a head for some rows; see the module. Make one with `drafter_of`."""
 
     def __init__(self, head: DraftHead, k: int, rows: int, caches: int) -> None:
         self.head, self.k = head, k
         self.caches = [RaggedCache(head.factory.config, rows) for _ in range(caches)]
 
+    @abstractmethod
     def draft(
         self, ids: Int[Tensor, "rows new"], hidden: Float[Tensor, "rows new hidden"], counts: Sequence[int]
     ) -> Int[Tensor, "rows k"]:
@@ -39,7 +41,6 @@ class Drafter:
             ids, hidden: the token and the target's state that enter every new slot, on the left of each row.
             counts: new slots of each row, at least one.
         """
-        raise NotImplementedError
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some of the rows."""

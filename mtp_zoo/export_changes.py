@@ -55,7 +55,7 @@ class Changes:
         if self.not_finite:
             raise ExportError(
                 f"Exporting a head: {len(self.not_finite)} of its tensors hold a NaN or an infinity.",
-                remedy="Go back to a training checkpoint before the loss diverged, or export with force (--force).",
+                remedy="Take a training checkpoint from before that, or write it all the same (mtp-zoo export --force).",
                 problems=self.not_finite,
             )
 

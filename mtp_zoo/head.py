@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 
-from mtp_zoo.arguments import DEVICE, checked, instance, optional, whole
+from mtp_zoo.arguments import DEPTHS, DEVICE, checked, instance, optional, whole
 from mtp_zoo.batch import TokenBatch
 from mtp_zoo.chain_attention import register_attention
 from mtp_zoo.draft_depth import DraftDepth
@@ -74,7 +74,7 @@ class DraftHead(nn.Module):
         error=FamilyDefinitionError,
         family=instance("a Family", Family),
         config=instance("a ModelConfig", ModelConfig),
-        depths=whole(least=1),
+        depths=DEPTHS,
         first_layer=whole(least=0),
         device=optional(DEVICE),
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from mtp_zoo.arguments import LIST, MAPPING, TEXT, check_fields, whole
+from mtp_zoo.arguments import DEPTHS, LIST, MAPPING, TEXT, check_fields, whole
 from mtp_zoo.arguments import Rule as ArgumentRule
 from mtp_zoo.errors import FamilyDefinitionError, HeadMismatchError
 from mtp_zoo.rules import Binding, Move, Rename, Rule, Shape, Skip, Split, Stack, claims, expand, pattern
@@ -127,7 +127,7 @@ class KeyMap:
             FamilyDefinitionError,
             rules=RULES,
             head_shapes=MAPPING,
-            depths=whole(least=1),
+            depths=DEPTHS,
             first_layer=whole(least=0),
             family=TEXT,
         )

@@ -29,6 +29,7 @@ from mtp_zoo.arguments import (
     instance,
     one_of,
     optional,
+    refuse,
     some_of,
     whole,
 )
@@ -124,6 +125,8 @@ def load_head(
     _check_request(source, init, depths, device, mesh, mp_policy)
     trained = training_checkpoint(source) if init == "checkpoint" else None
     if trained is not None:
+        sharded = ["mesh: expected none with a training checkpoint; shard_head the head that comes back"]
+        refuse("Loading a head", sharded if mesh is not None else [], SettingsError)
         engine = engine or trained["engine"]
         head = load_head(
             trained["base"], family=trained["family"], dtype=dtype or torch.float32, device=device, engine=engine,

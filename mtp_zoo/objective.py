@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mtp_zoo.arguments import (
+    DEPTHS,
     FLAG,
     LIST,
     checked,
@@ -81,7 +82,7 @@ BATCH = instance("only TokenBatch", TokenBatch)
     "Counting the slots of a step",
     error=ObjectiveError,
     batches=instance("an iterable of TokenBatch", Iterable),
-    depths=whole(least=1),
+    depths=DEPTHS,
     reduction=one_of(*get_args(Reduction)),
 )
 def step_counts(
@@ -133,7 +134,7 @@ class MTPObjective(nn.Module):
         "Building the objective",
         error=ObjectiveError,
         head=having("a draft head (DraftHead, or a module of the same interface)", "run_depth", "spec"),
-        depths=whole(least=1),
+        depths=DEPTHS,
         beta=number(least=0),
         rollout=optional(one_of(*get_args(Rollout))),
         reduction=one_of(*get_args(Reduction)),
@@ -181,12 +182,6 @@ class MTPObjective(nn.Module):
                 ObjectiveError,
             )
 
-    def _nothing(self, hidden: Tensor) -> MTPOutput:
-        """The output for a batch without slots: loss 0, and gradients of exactly 0."""
-        empty = (parameter.flatten()[:0].float().sum() for parameter in self.head.trainable_parameters())
-        loss = torch.stack([hidden.float().sum(), *empty]).sum()
-        return MTPOutput(loss, MTPStats.none(self.depths, hidden.device))
-
     def _check_labels(self, tokens: TokenBatch) -> None:
         shared = self.head.shared
         entries = shared.rule.vocab_size or cast("Tensor", shared.lm_head.weight).shape[0]
@@ -216,7 +211,9 @@ class MTPObjective(nn.Module):
         check_tap(hidden, self.head.spec)
         self._check_labels(tokens)
         if not tokens.input_ids.numel():
-            return self._nothing(hidden)
+            # Layers can't reshape nothing. A row of padding has no slots either, and reaches every collective of the ranks.
+            tokens = TokenBatch.from_rows([[]], length=1).to(hidden.device)
+            hidden = hidden.new_zeros(1, 1, hidden.shape[-1])
         hidden = hidden.detach() if "backbone" in self.detach else hidden
         states = self.head(
             tokens,

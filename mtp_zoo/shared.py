@@ -52,8 +52,7 @@ class SharedTensors:
         rule: what the target does behind its lm_head.
 
     Raises:
-        SharedTensorError: a module without a matrix `weight`, with quantised or integer weights, an lm_head with a bias, or
-            an lm_head of another width than the embedding.
+        SharedTensorError: a module without a matrix `weight`, with quantised or integer weights, or an lm_head with a bias.
     """
 
     def __init__(

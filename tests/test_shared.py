@@ -321,3 +321,24 @@ def test_embeddings_and_logits_have_no_graph_to_the_target() -> None:
     shared.logits(states).sum().backward()
     assert states.grad is not None
     assert shared.lm_head.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("lm_head", "problem"),
+    [
+        (nn.Linear(64, 128, bias=True), "lm_head: expected no bias, found one"),
+        (nn.Linear(64, 128, bias=False).to(torch.float8_e4m3fn), "got torch.float8_e4m3fn"),
+        (nn.Identity(), "lm_head: expected a module with a matrix 'weight'"),
+    ],
+    ids=["bias", "float8", "no weight"],
+)
+def test_an_lm_head_that_is_more_or_less_than_a_float_matrix_is_refused(lm_head: nn.Module, problem: str) -> None:
+    with pytest.raises(SharedTensorError, match=re.escape(problem)):
+        SharedTensors(nn.Embedding(128, 64), lm_head)
+
+
+def test_whole_numbers_are_no_lm_head() -> None:
+    lm_head = nn.Linear(64, 128, bias=False)
+    lm_head.weight = nn.Parameter(torch.zeros(128, 64, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(SharedTensorError, match=re.escape("lm_head: expected a weight in one of")):
+        SharedTensors(nn.Embedding(128, 64), lm_head)

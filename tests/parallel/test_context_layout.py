@@ -176,7 +176,7 @@ def test_padding_documents_keeps_positions_and_placeholders() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ((0, 0, 2), "depths: expected a whole number >= 1, got 0"),
+        ((0, 0, 2), "depths: expected a whole number from 1 to 256, got 0"),
         ((1, 2, 2), "rank and size: expected 0 <= rank < size, or a group, got 2 and 2"),
         ((1,), "rank and size: expected 0 <= rank < size, or a group, got None and None"),
         ((1, 0, 2, "ring"), "layout: expected one of ['zigzag', 'contiguous'], got 'ring'"),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import mtp_zoo as mz
 from mtp_zoo.cli import app
-from mtp_zoo.errors import HeadMismatchError, SourceNotFoundError
+from mtp_zoo.errors import HeadMismatchError, SettingsError, SourceNotFoundError
 from mtp_zoo.trained_head import WEIGHTS
 from mtp_zoo.training.trainer import train
 from tests.exporting import stored
@@ -40,6 +40,12 @@ def test_an_export_of_the_last_training_checkpoint_is_what_the_run_exported(
     assert {value.dtype for value in earlier.parameters()} == {torch.float32}
     trained = load_file(run / "checkpoints" / "step-000002" / WEIGHTS)
     assert all(torch.equal(value, trained[name]) for name, value in earlier.weights().items())
+
+
+def test_a_mesh_is_refused_and_not_forgotten(run: Path) -> None:
+    mesh = type("Mesh", (), {"device_type": "cpu"})()
+    with pytest.raises(SettingsError, match="mesh: expected none with a training checkpoint"):
+        mz.load_head(run / "checkpoints" / "step-000004", mesh=mesh)
 
 
 def test_a_dry_run_takes_a_training_checkpoint(run: Path, base: Path, tmp_path: Path) -> None:
